@@ -1,0 +1,59 @@
+"""What a run can end with, as exceptions that carry their exit code.
+
+Every error a person sees is one sentence with the value, the place and the remedy; a traceback
+is only for `--debug`. Exit codes follow sysexits.h where it has a word for the case:
+
+=====  ==================================================================================
+code   meaning
+=====  ==================================================================================
+0      done, or a reasoned no-go of the gate
+1      a bug in this project
+2      wrong command line (click's own)
+75     interrupted or a passing fault (EX_TEMPFAIL): run the same command again
+78     something the person must fix first (EX_CONFIG)
+=====  ==================================================================================
+"""
+
+EXIT_DONE = 0
+EXIT_BUG = 1
+EXIT_TRY_AGAIN = 75
+EXIT_MUST_FIX = 78
+
+
+class JobError(Exception):
+    """Base of all expected failures: `message` (what), `where` (the place), `remedy` (what to do)."""
+
+    exit_code = EXIT_BUG
+
+    def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None):
+        self.message = message
+        self.where = where
+        self.remedy = remedy
+        super().__init__(self.sentence())
+
+    def sentence(self) -> str:
+        text = self.message.rstrip(".")
+        if self.where:
+            text += f" ({self.where})"
+        if self.remedy:
+            text += f": {self.remedy.rstrip('.')}"
+        return text + "."
+
+    def as_dict(self) -> dict[str, str | None]:
+        return {"message": self.message, "where": self.where, "remedy": self.remedy}
+
+
+class MustFix(JobError):
+    """The person has to change something (settings, input, disk, credentials) before a new try."""
+
+    exit_code = EXIT_MUST_FIX
+
+
+class TryAgain(JobError):
+    """A passing fault (dead worker, hung engine, network, machine taken): the same command may succeed."""
+
+    exit_code = EXIT_TRY_AGAIN
+
+
+class Interrupted(TryAgain):
+    """SIGTERM, SIGINT or a deadline: everything finished so far is saved."""

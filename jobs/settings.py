@@ -1,0 +1,190 @@
+"""The typed settings of a job: one field = one TOML key = one `--set` key = one line of documentation.
+
+Sources, later wins: the defaults below, the job's TOML file, the environment
+(`EAGLE3_<SECTION>__<KEY>`), `--set section.key=value` (the value in TOML's notation; a bare word
+counts as a string). An unknown key anywhere is an error that names the nearest known one: a
+misspelt learning rate must not cost a night of eight GPUs.
+
+Nothing in the code asks which machine it runs on: what differs between a laptop and 8 x B300 is
+in these values.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from jobs.errors import MustFix
+
+ENVIRONMENT_PREFIX = "EAGLE3_"
+JOBS = ("hero", "local-test", "smoke")
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class JobSettings(Section):
+    name: str = Field("job", description="Name of the job; the default run directory is runs/<name>")
+    seed: int = Field(0, description="Seed of every random choice: sample order, sampling, initial weights")
+
+
+class VerifierSettings(Section):
+    model: str = Field("tiny", description="Hugging Face id, local folder, or `tiny` for the shipped Kimi-K2.5 in miniature")
+    revision: str | None = Field(None, description="Commit of the hub repository (40 hex digits); required for a hub id")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Compute type; float16 is refused, vLLM rescales DeepSeek's residual in it")
+    taps: tuple[int, ...] | None = Field(None, description="EAGLE-3 ids (residual stream at the INPUT of layer i); default (2, L//2, L-3)")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs one copy of the verifier is split over")
+    expert_parallel: bool = Field(False, description="Split the experts over the tensor-parallel GPUs by expert, not by column")
+    max_model_len: int = Field(2048, ge=16, description="Longest prompt plus response in tokens")
+    max_num_seqs: int = Field(64, ge=1, description="Requests decoded at once")
+    max_num_batched_tokens: int = Field(2048, ge=16, description="Tokens of one forward pass; longer prompts are prefilled in chunks")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory the engine may take; the rest serves the baseline's replay")
+    kv_cache_gib: float | None = Field(None, gt=0, description="Size of the KV cache on CPU in GiB; None lets the engine choose")
+    enforce_eager: bool = Field(False, description="No CUDA graphs and no torch.compile; right on CPU, far too slow for 1T parameters")
+    trust_remote_code: bool = Field(True, description="Kimi's tokenizer is Python code in its repository")
+    stall_seconds: int = Field(600, ge=1, description="No new token for so long means a hung engine: stop with exit code 75")
+
+
+class PromptsSettings(Section):
+    source: str = Field("shipped", description="`shipped` (smoke), a JSONL file, or a `datasets` name")
+    revision: str | None = Field(None, description="Commit of the data set on the hub; required for a `datasets` name")
+    subset: str | None = Field(None, description="Configuration name of the data set")
+    dataset_split: str = Field("train", description="Split of the data set that is read")
+    messages_field: str = Field("messages", description="Column with OpenAI messages, or ShareGPT-style from/value turns")
+    licence: str | None = Field(None, description="Licence of the prompts, for the model card")
+    train_samples: int = Field(1000, ge=1, description="Conversations of the train split")
+    eval_samples: int = Field(64, ge=1, description="Conversations of the eval split")
+    eval_source: str | None = Field(None, description="JSONL file or `datasets` name for the eval split; None takes rows marked `eval`, else a seeded hold-out")
+    thinking_share: Share = Field(1.0, description="Share of conversations answered in thinking mode; the others in instant mode")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Longer rendered prompts are dropped and counted")
+
+
+class SamplingSettings(Section):
+    temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    top_p: float = Field(0.95, gt=0, le=1, description="Nucleus sampling")
+
+
+class GenerateSettings(Section):
+    backend: Literal["vllm", "speculators"] = Field("vllm", description="`speculators` extracts states of existing responses with its own generator, as a reference")
+    responses: str | None = Field(None, description="A folder with eval/responses.jsonl and train/responses.jsonl: extract states for them, generate nothing")
+    max_new_tokens: int = Field(1024, ge=1, description="Longest answer; capped answers are kept, dropping them biases towards easy prompts")
+    thinking: SamplingSettings = Field(SamplingSettings(), description="Sampling in thinking mode")
+    instant: SamplingSettings = Field(SamplingSettings(temperature=0.6), description="Sampling in instant mode")
+    train_token_budget: int | None = Field(None, ge=1, description="Tokens of the train split, taken as a prefix in seeded id order; None takes all")
+    max_dropped_share: Share = Field(0.01, description="More samples than this dropped stops the run")
+
+
+class StatesSettings(Section):
+    dtype: Literal["verifier", "fp8"] = Field("verifier", description="Type of the stored train states; fp8 halves them, eval is never fp8")
+    shard_mib: int = Field(1024, ge=1, description="Size of a shard file in MiB")
+    extent_rows: int = Field(256, ge=1, description="Rows gathered for a sample before they are written as one extent")
+
+
+class VocabSettings(Section):
+    size: int | None = Field(None, ge=16, description="Draft vocabulary; None is the verifier's whole vocabulary")
+    min_coverage: Share = Field(0.9, description="Smaller coverage of response tokens stops the run")
+
+
+class HeadCandidate(Section):
+    name: str = Field(description="Short name used in the ledger and the report")
+    model: str = Field(description="Hugging Face id or local folder")
+    revision: str | None = Field(None, description="Commit of the hub repository; required for a hub id")
+
+
+class HeadsSettings(Section):
+    candidates: tuple[HeadCandidate, ...] = Field((), description="Existing heads judged before any money is spent on training")
+    untrained: bool = Field(False, description="Judge a freshly initialised head too: the floor any training must leave")
+    ngram: bool = Field(True, description="Judge n-gram speculation too: free, so it has to be beaten")
+    warm_start: str = Field("best", description="`best` candidate, `none` (from scratch) or a candidate's name")
+
+
+class GateSettings(Section):
+    train_if_best_below: float | None = Field(None, gt=1, description="Train only if the best existing head's acceptance length is below this")
+    min_gain: float | None = Field(None, ge=0, description="A short trial must beat the baseline's acceptance length by this")
+    trial_fraction: Share = Field(0.05, description="Share of the train split of that trial, generated first and reused")
+
+
+class TrainSettings(Section):
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes the GPUs where there are any")
+    epochs: float = Field(1.0, gt=0, description="Passes over the train split")
+    max_steps: int | None = Field(None, ge=1, description="Stop after so many optimizer steps, whatever the epochs")
+    tokens_per_step: int = Field(4096, ge=8, description="Tokens of one packed row of samples: the static shape of a step")
+    accumulate: int = Field(1, ge=1, description="Packed rows of one optimizer step over all ranks")
+    max_length: int = Field(2048, ge=8, description="Longer samples are split at this many rows; the context before the cut is not seen")
+    learning_rate: float = Field(5e-5, gt=0, description="Peak of the schedule when training from scratch")
+    warm_start_learning_rate: float = Field(2e-5, gt=0, description="Peak of the schedule from a warm start")
+    warmup_share: Share = Field(0.015, description="Linear warm-up as a share of all steps")
+    final_share: Share = Field(0.0, description="Cosine ends at this share of the peak")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled, on matrices only")
+    clip: float = Field(1.0, gt=0, description="Largest gradient norm")
+    ttt_steps: int = Field(3, ge=1, le=7, description="Training-time-test steps: how far ahead the head is unrolled")
+    single_step_share: Share = Field(0.0, description="Share of the steps, at the start, with one TTT step only")
+    ttt_decay: float = Field(1.0, gt=0, le=1, description="Weight of TTT step k is this to the power k")
+    loss: Literal["forward_kl", "cross_entropy"] = Field("forward_kl", description="Against the verifier's distribution, or its sampled tokens")
+    compile: bool = Field(True, description="torch.compile the step; eager on CPU")
+    checkpoint_every: int = Field(200, ge=1, description="Optimizer steps between checkpoints")
+    keep_checkpoints: int = Field(2, ge=1, description="Newest whole checkpoints kept")
+    evaluate_every: int | None = Field(None, ge=1, description="Optimizer steps between replays on the eval split; None only at the end")
+    log_every: int = Field(10, ge=1, description="Optimizer steps between lines of the log")
+    bad_step_limit: int = Field(20, ge=1, description="Steps with a loss or gradient that is not finite are skipped; more than this stops the run")
+    layers: Literal[1] = Field(1, description="Decoder layers of the head; EAGLE-3 has one")
+    heads: int | None = Field(None, ge=1, description="Attention heads from scratch; None takes the verifier's number")
+    kv_heads: int | None = Field(None, ge=1, description="KV heads from scratch; None is as many as heads")
+    head_dim: int | None = Field(None, ge=2, description="Width of a head from scratch; None is hidden size / heads")
+    intermediate_size: int | None = Field(None, ge=1, description="FFN width from scratch; None takes the verifier's dense FFN")
+    rope_theta: float = Field(1e6, gt=0, description="Rope base from scratch; a warm start keeps its own, never the verifier's")
+    norm_before_residual: bool = Field(True, description="Residual of the layer is the normed feature; learns clearly faster from scratch")
+
+
+class EvaluateSettings(Section):
+    draft_tokens: int = Field(3, ge=1, le=15, description="Drafted tokens a step; the public cards use 3, top-1")
+    bootstrap: int = Field(1000, ge=100, description="Resamples over prompts for the confidence interval")
+    min_gain_over_untrained: float | None = Field(None, description="The lower 95 % bound of the paired gain over the untrained head must reach this, else the run fails")
+    min_gain_over_ngram: float | None = Field(None, description="The lower 95 % bound of the paired gain over n-gram speculation must reach this, else the run fails")
+
+
+class PackageSettings(Section):
+    name: str = Field("eagle3-head", description="Name of the published head")
+    licence: str | None = Field(None, description="Licence of the published head, for the model card")
+    sglang: bool = Field(False, description="Also export the `LlamaForCausalLMEagle3` form, in the folder `sglang`")
+
+
+class PushSettings(Section):
+    uri: str | None = Field(None, description="s3://bucket/prefix or file:///folder; None is the folder `published` of the run directory")
+    endpoint_url: str | None = Field(None, description="S3 endpoint of another provider than AWS")
+    region: str | None = Field(None, description="Region of the bucket")
+    path_style: bool = Field(False, description="Bucket in the path, not in the host name (MinIO, Ceph, test servers)")
+    checksums: Literal["when_required", "when_supported"] = Field("when_required", description="boto3's request_checksum_calculation; the newer default breaks R2, Ceph and OVH")
+    part_mib: int = Field(64, ge=5, le=5120, description="Size of a multipart part; equal sizes, as R2 demands")
+    threads: int = Field(16, ge=1, description="Parts in flight")
+    read_back: bool = Field(False, description="Read every object again after the upload and compare its sha256")
+
+
+class RentalSettings(Section):
+    machine: str = Field("this machine", description="Name of the machine for the ledger and the report")
+    price_per_hour: float = Field(0.0, ge=0, description="What an hour costs, for the cost in the ledger")
+    currency: str = Field("USD", description="Currency of the price")
+
+
+class Settings(Section):
+    job: JobSettings = JobSettings()
+    verifier: VerifierSettings = VerifierSettings()
+    prompts: PromptsSettings = PromptsSettings()
+    generate: GenerateSettings = GenerateSettings()
+    states: StatesSettings = StatesSettings()
+    vocab: VocabSettings = VocabSettings()
+    heads: HeadsSettings = HeadsSettings()
+    gate: GateSettings = GateSettings()
+    train: TrainSettings = TrainSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    package: PackageSettings = PackageSettings()
+    push: PushSettings = PushSettings()
+    rental: RentalSettings = RentalSettings()
