@@ -1,0 +1,129 @@
+"""Attention of a packed row of documents, and of the training-time-test steps on top of it.
+
+EAGLE-3's unroll (paper section 3.2, "training-time test") never makes long keys: at step k row t
+sees the step-0 keys up to t of its own document and, of every later step 1..k, only ITS OWN key.
+So one masked attention over the R step-0 keys is computed, together with its log-sum-exp, and the
+k own keys are folded in row by row. That is exact, and it keeps the mask of all steps one and the
+same static `[R, R]` mask, where concatenated keys (speculators) need a longer one every step.
+
+Two ways to the masked attention, with one result:
+* `plain`: document by document, in blocks of queries; on CPU and in eager mode. Nothing of size
+  R x R exists, and a document's numbers cannot depend on its neighbours', not even in rounding.
+* `flex`: `flex_attention` with a block mask, for the compiled step on CUDA. Static shapes; the mask
+  is made outside the compiled region, once per packed row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+QUERY_BLOCK = 256  # rows of one block of the plain form: 256 x 8192 x 64 heads fp32 is 0.5 GB
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a packed row lie: `lengths` in order, the rest of `rows` is padding.
+
+    Padding is treated as one more document, so that no row ever has an empty set of keys (a softmax
+    over nothing is NaN, and NaN times a zero mask is NaN).
+    """
+
+    lengths: tuple[int, ...]
+    rows: int
+    device: torch.device | str = "cpu"
+    flex: bool = False
+
+    @classmethod
+    def one(cls, rows: int, device: torch.device | str = "cpu", flex: bool = False) -> "Documents":
+        """All rows belong to one document."""
+        return cls((rows,), rows, device, flex)
+
+    def __post_init__(self) -> None:
+        if sum(self.lengths) > self.rows:
+            raise ValueError(f"documents of {sum(self.lengths)} rows do not fit into {self.rows}")
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """Half-open ranges of rows, padding included as the last one."""
+        spans, start = [], 0
+        for length in (*self.lengths, self.rows - sum(self.lengths)):
+            if length:
+                spans.append((start, start + length))
+            start += length
+        return spans
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """Document of each row, int32 `[R]`."""
+        lengths = torch.tensor([end - start for start, end in self.spans])
+        numbers = torch.arange(len(self.spans), dtype=torch.int32)
+        return numbers.repeat_interleave(lengths).to(self.device)  # [R]
+
+    @cached_property
+    def block_mask(self):
+        """The same mask for `flex_attention`."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        ids = self.ids
+
+        def causal_within_document(_batch, _head, query, key):
+            return (query >= key) & (ids[query] == ids[key])
+
+        return create_block_mask(causal_within_document, None, None, self.rows, self.rows, device=self.device)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, spans: Sequence[tuple[int, int]], scale: float):
+    """Causal attention in each span: `[h, R, D]` three times -> output `[h, R, D]`, log-sum-exp fp32 `[h, R]`."""
+    outputs, sums = [], []
+    for first, end in spans:
+        for begin in range(first, end, QUERY_BLOCK):
+            stop = min(begin + QUERY_BLOCK, end)
+            scores = (query[:, begin:stop] @ key[:, first:stop].transpose(1, 2)).float() * scale  # [h, q, s]
+            later = torch.ones(stop - begin, stop - first, dtype=torch.bool, device=query.device).triu(begin - first + 1)
+            scores = scores.masked_fill(later, float("-inf"))
+            total = scores.logsumexp(-1)  # [h, q]
+            weights = (scores - total.unsqueeze(-1)).exp()  # [h, q, s]
+            outputs.append(weights.to(value.dtype) @ value[:, first:stop])  # [h, q, D]
+            sums.append(total)
+    return torch.cat(outputs, 1), torch.cat(sums, 1)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, block_mask, scale: float):
+    """The same through `flex_attention`, which differentiates through its log-sum-exp as well."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    output, sums = flex_attention(
+        query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), block_mask=block_mask, scale=scale, return_lse=True
+    )
+    return output.squeeze(0), sums.squeeze(0)
+
+
+def attend(
+    query: Tensor,
+    first_key: Tensor,
+    first_value: Tensor,
+    own: Sequence[tuple[Tensor, Tensor]],
+    documents: Documents,
+) -> Tensor:
+    """Attention of one training-time-test step.
+
+    query, first_key, first_value: `[h, R, D]`, keys and values of step 0.
+    own: keys and values `[h, R, D]` of the steps 1..k, of which row t sees only row t.
+    Returns `[h, R, D]`.
+    """
+    scale = query.shape[-1] ** -0.5
+    if documents.flex:
+        output, sums = _flex(query, first_key, first_value, documents.block_mask, scale)
+    else:
+        output, sums = _plain(query, first_key, first_value, documents.spans, scale)
+    if not own:
+        return output
+    scores = [sums] + [(query * key).sum(-1, dtype=torch.float32) * scale for key, _ in own]  # k+1 times [h, R]
+    weights = torch.stack(scores, -1).softmax(-1).to(output.dtype)  # [h, R, k+1]
+    mixed = output * weights[..., :1]  # [h, R, D]
+    for number, (_, value) in enumerate(own, start=1):
+        mixed = mixed + value * weights[..., number : number + 1]
+    return mixed
