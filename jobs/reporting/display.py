@@ -1,0 +1,363 @@
+"""What a person sees while a run is going on: a live line on a terminal, plain lines otherwise.
+
+Everything goes to STANDARD ERROR: standard output belongs to `--json`. A rented machine is watched
+through ssh, docker logs or a CI page, and none of the three may end the run: a terminal that goes
+away, a closed pipe or a locale without Unicode silences or replaces what is shown, and nothing else.
+
+Plain lines carry a UTC time, no control codes, and at most one progress line (and one line of
+training figures) every five seconds, so that a night of logs stays readable.
+"""
+
+import io
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from jobs.reporting import figures
+
+SECONDS_BETWEEN_LINES = 5.0
+RATE_WINDOW_SECONDS = 60.0
+
+
+class ForgivingStream(io.TextIOBase):
+    """A text stream that never raises: what cannot be written is lost, the run goes on.
+
+    Covers a closed pipe (EPIPE), a terminal that hung up (EIO), a stream closed by somebody else, a
+    full disk behind a redirection, characters the locale cannot write (replaced by `?`) and a write
+    from a signal handler in the middle of another one.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self.gone = False
+
+    @property
+    def encoding(self) -> str:  # rich picks ASCII boxes by this
+        return getattr(self._stream, "encoding", None) or "ascii"
+
+    def isatty(self) -> bool:
+        try:
+            return self._stream.isatty()
+        except (OSError, ValueError):
+            return False
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(self._encodable(text)))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _encodable(self, text: str) -> str:
+        return text.encode(self.encoding, errors="replace").decode(self.encoding, errors="replace")
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if self.gone:
+            return
+        try:
+            action()
+        except RuntimeError:  # "reentrant call inside BufferedWriter": this once only
+            return
+        except (OSError, ValueError):
+            self.gone = True
+
+
+class RateMeter:
+    """Rate and ETA from the last minute, so that a resumed or a slowing stage shows its present speed."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._points: deque[tuple[float, float]] = deque()
+
+    def add(self, done: float) -> None:
+        now = self._clock()
+        if self._points and done < self._points[-1][1]:
+            self._points.clear()
+        self._points.append((now, done))
+        while len(self._points) > 2 and now - self._points[0][0] > RATE_WINDOW_SECONDS:
+            self._points.popleft()
+
+    def rate(self) -> float | None:
+        """Units a second, or None before two points in time."""
+        if len(self._points) < 2:
+            return None
+        (start, first), (end, last) = self._points[0], self._points[-1]
+        return (last - first) / (end - start) if end > start and last > first else None
+
+    def eta(self, total: float | None) -> float | None:
+        rate = self.rate()
+        return None if rate is None or total is None else max(0.0, total - self._points[-1][1]) / rate
+
+
+class _Screen(Progress):
+    """The live part of a terminal: the running stage, and one line of its latest figures under it."""
+
+    figures_line = ""
+
+    def get_renderables(self):
+        yield self.make_tasks_table(self.tasks)
+        if self.figures_line:
+            yield Text("  " + self.figures_line, style="dim", no_wrap=True, overflow="ellipsis")
+
+
+class Display:
+    """Made by `Display.open`; every method may be called from any thread, and none raises because of the screen."""
+
+    def __init__(self, stream: TextIO, *, live: bool, price_per_hour: float = 0.0, currency: str = "USD"):
+        self.stream = ForgivingStream(stream)
+        self._lock = threading.RLock()
+        self._price = price_per_hour
+        self._currency = currency
+        self._began = time.monotonic()
+        self._stage = ""
+        self._stage_began = self._began
+        self._meter = RateMeter()
+        self._shown: dict[str, float] = {}
+        self._held_metrics: dict[str, Any] = {}
+        self._task: TaskID | None = None
+        self._screen: _Screen | None = self._open_screen() if live else None
+
+    @classmethod
+    def open(
+        cls,
+        mode: Literal["auto", "plain"] = "auto",
+        *,
+        stream: TextIO | None = None,
+        price_per_hour: float = 0.0,
+        currency: str = "USD",
+    ) -> "Display":
+        """`auto` is live on a terminal that can be redrawn, else plain; `stream` is standard error.
+
+        With a price the display shows what the run has cost so far.
+        """
+        stream = stream or sys.stderr
+        able = ForgivingStream(stream).isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
+        return cls(stream, live=mode == "auto" and able, price_per_hour=price_per_hour, currency=currency)
+
+    def __enter__(self) -> "Display":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_screen(self) -> _Screen:
+        self._console = Console(file=self.stream, force_terminal=True)
+        unicode = self.stream.encoding.lower().replace("-", "").startswith("utf")
+        screen = _Screen(
+            SpinnerColumn("dots" if unicode else "line"),
+            TextColumn("{task.description}", style="bold", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[line]}", markup=False),
+            console=self._console,
+            refresh_per_second=4,
+            # Log lines of libraries then scroll above the live part instead of through it. Standard
+            # output is left alone: it is not ours.
+            redirect_stdout=False,
+            redirect_stderr=self.stream._stream is sys.stderr,
+        )
+        screen.start()
+        return screen
+
+    # What the pipeline reports ------------------------------------------------------------------
+
+    def stage_started(self, name: str) -> None:
+        with self._lock:
+            self._stage, self._stage_began = name, time.monotonic()
+            self._meter = RateMeter()
+            self._shown.clear()
+            self._held_metrics = {}
+            if self._screen:
+                self._drop_task()
+                self._task = self._screen.add_task(_clean(name), total=None, line="")
+            else:
+                self._line(f"{name}: started")
+
+    def progress(self, done: float, total: float | None = None, unit: str = "", **extra: Any) -> None:
+        """`done` of `total` (None: unknown) `unit` of the running stage; `extra` is shown as key=value."""
+        with self._lock:
+            self._meter.add(done)
+            finished = total is not None and done >= total
+            line = self._progress_line(done, total, unit, extra)
+            if self._screen and self._task is not None:
+                self._screen.update(self._task, completed=done, total=total, line=_clean(line))
+            elif not self._screen and self._due("progress", at_once=finished and "complete" not in self._shown):
+                if finished:
+                    self._shown["complete"] = time.monotonic()
+                self._line(f"{self._stage}: {line}")
+
+    def _progress_line(self, done: float, total: float | None, unit: str, extra: Mapping[str, Any]) -> str:
+        counted = figures.bytes_text if unit == "bytes" else figures.count_text
+        label = "" if unit == "bytes" else f" {unit}" if unit else ""
+        parts = [f"{counted(done)}{label}"]
+        if total:
+            parts = [f"{counted(done)}/{counted(total)}{label} ({100 * done / total:.0f} %)"]
+        rate = self._meter.rate()
+        if rate is not None:
+            parts.append(figures.rate_text(rate, unit or "done"))
+        eta = self._meter.eta(total)
+        if eta:
+            parts.append(f"ETA {figures.clock_text(eta)}")
+        parts += [f"{key}={figures.count_text(value)}" for key, value in extra.items()]
+        parts.append(f"elapsed {figures.clock_text(time.monotonic() - self._began)}")
+        if self._price:
+            parts.append(figures.money_text(self._cost_so_far(), self._currency))
+        return ", ".join(parts)
+
+    def _cost_so_far(self) -> float:
+        return (time.monotonic() - self._began) / 3600 * self._price
+
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        """The latest figures of training (a line of train.jsonl)."""
+        with self._lock:
+            if self._screen:
+                self._screen.figures_line = _clean(_metrics_line(values))
+            elif self._due("metrics"):
+                self._held_metrics = {}
+                self._line(f"{self._stage}: {_metrics_line(values)}")
+            else:
+                self._held_metrics = dict(values)
+
+    def stage_finished(
+        self, name: str, state: str, seconds: float | None = None, counts: Mapping[str, Any] | None = None
+    ) -> None:
+        """`state` is the ledger's: done, failed, skipped."""
+        with self._lock:
+            if self._held_metrics:  # the last figures are the ones people look for
+                self._line(f"{self._stage}: {_metrics_line(self._held_metrics)}")
+                self._held_metrics = {}
+            row = figures.stage_rows({"stages": {name: {"state": state, "seconds": seconds, "counts": counts or {}}}})[0]
+            parts = [f"{name}: {state}"]
+            if seconds is not None:
+                parts[0] += f" in {figures.seconds_text(seconds)}"
+            parts += [text for text in (figures.main_counts(row), _rates(row)) if text]
+            self._drop_task()
+            self._line(", ".join(parts), style={"done": "green", "failed": "bold red"}.get(state, ""))
+
+    def note(self, text: str) -> None:
+        """One line for a person, shown at once."""
+        with self._lock:
+            self._line(text)
+
+    def summary_table(self, ledger: Mapping[str, Any]) -> None:
+        """Stages with state, time, main counts and rates, and the acceptance length of every head."""
+        with self._lock:
+            self._stop_screen()
+            self.stream.write(render(summary(ledger), self.stream) + "\n")
+            self.stream.flush()
+
+    def close(self) -> None:
+        """Ends the live part and gives the terminal back; calling it twice is fine."""
+        with self._lock:
+            self._stop_screen()
+
+    # The two ways out ---------------------------------------------------------------------------
+
+    def _due(self, kind: str, at_once: bool = False) -> bool:
+        now = time.monotonic()
+        if not at_once and now - self._shown.get(kind, -SECONDS_BETWEEN_LINES) < SECONDS_BETWEEN_LINES:
+            return False
+        self._shown[kind] = now
+        return True
+
+    def _line(self, text: str, style: str = "") -> None:
+        text = _clean(text)
+        if self._screen:
+            self._console.print(Text(text, style=style), soft_wrap=True)
+        else:
+            now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            self.stream.write(f"{now} {text}\n")
+            self.stream.flush()
+
+    def _drop_task(self) -> None:
+        if self._screen:
+            self._screen.figures_line = ""
+            if self._task is not None:
+                self._screen.remove_task(self._task)
+                self._task = None
+
+    def _stop_screen(self) -> None:
+        if self._screen:
+            self._drop_task()
+            self._screen.stop()
+            self._screen = None
+
+
+def summary(ledger: Mapping[str, Any]) -> RenderableType:
+    """The end-of-run tables of a ledger, as something rich can print."""
+    stages = Table(title="Stages", box=box.SIMPLE_HEAD, title_justify="left")
+    for column in ("stage", "state"):
+        stages.add_column(column, no_wrap=True)
+    stages.add_column("time", justify="right", no_wrap=True)
+    stages.add_column("counts")
+    stages.add_column("rate")
+    for row in figures.stage_rows(ledger):
+        stages.add_row(
+            *(Text(_clean(cell)) for cell in (row.name, row.state, figures.seconds_text(row.seconds), figures.main_counts(row), _rates(row)))
+        )
+    heads = figures.head_rows(ledger)
+    if not heads:
+        return stages
+    acceptance = Table(title="Acceptance length (tokens a step, bonus included)", box=box.SIMPLE_HEAD, title_justify="left")
+    for name, justify in (("head", "left"), ("mean", "right"), ("95 % interval", "right")):
+        acceptance.add_column(name, justify=justify, no_wrap=True)
+    for name, mean, low, high in heads:
+        interval = "-" if low is None or high is None else f"{low:.2f} to {high:.2f}"
+        acceptance.add_row(Text(_clean(name)), f"{mean:.2f}", interval)
+    return Group(stages, acceptance)
+
+
+def render(renderable: RenderableType, stream: Any = None) -> str:
+    """`renderable` as text: coloured for a terminal, without any control code for everything else."""
+    stream = stream if stream is not None else io.StringIO()
+    live = stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
+    text = io.StringIO()
+    sizes = {} if live else {"width": 110}
+    console = Console(file=_Encoded(text, getattr(stream, "encoding", None) or "utf-8"), force_terminal=live, **sizes)
+    if not live:
+        console.no_color = True
+    console.print(renderable)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+class _Encoded:
+    """A StringIO that says which characters its reader can show (rich chooses ASCII boxes by that)."""
+
+    def __init__(self, text: io.StringIO, encoding: str):
+        self.encoding = encoding
+        self.write, self.flush = text.write, text.flush
+
+
+def _rates(row: figures.StageRow) -> str:
+    return ", ".join(figures.rate_text(rate, name) for name, rate in list(row.rates.items())[:3])
+
+
+def _metrics_line(values: Mapping[str, Any]) -> str:
+    parts = []
+    for key, value in values.items():
+        if isinstance(value, list | tuple):
+            value = "[" + " ".join(figures.count_text(item) for item in value) + "]"
+        elif key == "eta_seconds":
+            key, value = "eta", figures.clock_text(figures.number(value))
+        elif isinstance(value, Mapping):
+            value = figures.count_text(value["mean"]) if "mean" in value else len(value)
+        parts.append(f"{key}={figures.count_text(value)}")
+    return " ".join(parts)
+
+
+def _clean(text: str) -> str:
+    """No control characters: neither a line break in a note nor an escape code in a file name reaches the screen."""
+    return "".join(character if character.isprintable() else " " for character in text)

@@ -1,0 +1,189 @@
+"""How figures are read from a ledger and written for people.
+
+The display, the plan and the report show the same run; they must not round or divide it in three
+different ways. So the arithmetic (which counts become rates) and the notation (seconds, bytes,
+money, intervals) stand here once. Nothing here raises on an absent key: a run that stopped early has
+a ledger with holes in it, and that is exactly the ledger somebody wants to look at.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# The order of design.md's ledger; stages this version does not know come after these.
+STAGES = (
+    "preflight",
+    "fetch",
+    "prompts",
+    "generate.eval",
+    "baseline",
+    "generate.train",
+    "vocab",
+    "train",
+    "evaluate",
+    "package",
+    "push",
+)
+# Counts that mean something per second. Everything else (coverage, verdicts, ids) does not.
+RATED = ("tokens", "samples", "rows", "positions", "steps", "bytes", "prompts")
+HEADS = ("none", "ngram", "untrained", "baseline", "trained")
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage of a ledger: `seconds` of its last run, `rates` per second of it, `dropped` by reason."""
+
+    name: str
+    state: str
+    seconds: float | None
+    counts: dict[str, Any]
+    rates: dict[str, float]
+    dropped: dict[str, int] = field(default_factory=dict)
+    bytes: int | None = None
+    cost: float | None = None
+
+
+def number(value: Any) -> float | None:
+    """The value as a finite float, or None: a NaN loss is a gap in a curve, not a crash of the report."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
+
+
+def amount_of(cost: Any) -> float | None:
+    """A cost is a plain amount or `{"amount", "currency"}`."""
+    return number(mapping(cost).get("amount") if isinstance(cost, Mapping) else cost)
+
+
+def is_rated(name: str) -> bool:
+    return any(name == word or name.endswith("_" + word) for word in RATED)
+
+
+def stage_rows(ledger: Mapping[str, Any]) -> list[StageRow]:
+    """Every stage of the ledger in the order it runs; rates only where the stage is done and took time."""
+    stages = mapping(ledger.get("stages"))
+    known = [name for name in STAGES if name in stages]
+    names = known + [name for name in stages if name not in STAGES]
+    return [_stage_row(name, mapping(stages[name])) for name in names]
+
+
+def _stage_row(name: str, entry: dict[str, Any]) -> StageRow:
+    seconds = number(entry.get("seconds"))
+    counts = mapping(entry.get("counts"))
+    state = str(entry.get("state", "pending"))
+    rates = {}
+    if state == "done" and seconds:
+        rates = {key: value / seconds for key, raw in counts.items() if is_rated(key) and (value := number(raw))}
+    stored = number(entry.get("bytes"))
+    return StageRow(
+        name=name,
+        state=state,
+        seconds=seconds,
+        counts=counts,
+        rates=rates,
+        dropped=dropped_of(counts),
+        bytes=None if stored is None else int(stored),
+        cost=amount_of(entry.get("cost")),
+    )
+
+
+def dropped_of(counts: Mapping[str, Any]) -> dict[str, int]:
+    """`dropped: {reason: n}` and `dropped_<reason>: n` are the two ways a stage tells what it left out."""
+    found = {reason: int(value) for reason, raw in mapping(counts.get("dropped")).items() if (value := number(raw))}
+    for key, raw in counts.items():
+        value = number(raw)
+        if key.startswith("dropped_") and value:
+            found[key.removeprefix("dropped_").replace("_", " ")] = int(value)
+    total = number(counts.get("dropped"))
+    if total and not found:
+        found["no reason given"] = int(total)
+    return found
+
+
+def head_rows(ledger: Mapping[str, Any]) -> list[tuple[str, float, float | None, float | None]]:
+    """(head, mean, low, high) of the acceptance lengths; the floor first, the trained head last."""
+    rows = []
+    for name, raw in mapping(ledger.get("acceptance")).items():
+        figure = mapping(raw) or {"mean": raw}
+        mean = number(figure.get("mean"))
+        if mean is not None:
+            rows.append((name, mean, number(figure.get("low")), number(figure.get("high"))))
+    place = {name: position for position, name in enumerate(HEADS)}
+    return sorted(rows, key=lambda row: (place.get(row[0], HEADS.index("trained") - 0.5), row[1]))
+
+
+# Notation ---------------------------------------------------------------------------------------
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Two digits of meaning: 0.4 s, 12 s, 7.6 s, 14.4 min, 2.5 h, 3.1 d."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (2 * 86400, 3600, "h"), (math.inf, 86400, "d")):
+        if abs(seconds) < limit:
+            break
+    value = seconds / unit
+    return f"{value:.2f} {name}" if 0 < abs(value) < 0.1 else f"{value:.1f} {name}" if abs(value) < 100 else f"{value:,.0f} {name}"
+
+
+def clock_text(seconds: float | None) -> str:
+    """h:mm:ss, for what counts down."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-:--:--"
+    whole = max(0, round(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def bytes_text(count: float | None) -> str:
+    """Decimal units, as disks and links are sold: 28.8 GB is 28.8e9 bytes."""
+    if count is None or not math.isfinite(count):
+        return "-"
+    for power, name in enumerate(("B", "kB", "MB", "GB", "TB", "PB")):
+        value = count / 1000**power
+        if abs(value) < 999.5 or name == "PB":
+            break
+    return f"{value:.0f} {name}" if power == 0 or value >= 100 else f"{value:.1f} {name}"
+
+
+def count_text(value: Any) -> str:
+    """Thousands separated; floats to four significant digits; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def rate_text(rate: float, unit: str) -> str:
+    """`unit` is a count's name: `tokens` gives "2,912 tokens/s", `bytes` gives "1.4 GB/s"."""
+    if unit == "bytes" or unit.endswith("_bytes"):
+        return f"{bytes_text(rate)}/s"
+    text = f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" if rate >= 1 else f"{rate:.3g}"
+    return f"{text} {unit.replace('_', ' ')}/s"
+
+
+def counted_text(name: str, value: Any) -> str:
+    if (name == "bytes" or name.endswith("_bytes")) and number(value) is not None:
+        return f"{bytes_text(value)} {name.removesuffix('bytes').replace('_', ' ')}".strip()
+    return f"{count_text(value)} {name.replace('_', ' ')}"
+
+
+def money_text(amount: float | None, currency: str = "") -> str:
+    return "-" if amount is None else f"{amount:,.2f} {currency}".strip()
+
+
+def interval_text(mean: float, low: float | None, high: float | None) -> str:
+    return f"{mean:.2f}" if low is None or high is None else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def main_counts(row: StageRow, limit: int = 4) -> str:
+    """The counts worth a table cell: scalars only, in the order the stage gave them."""
+    shown = [counted_text(key, value) for key, value in row.counts.items() if isinstance(value, int | float | str)]
+    return ", ".join(shown[:limit])
