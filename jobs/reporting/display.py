@@ -298,7 +298,7 @@ class Display:
 
 def summary(ledger: Mapping[str, Any]) -> RenderableType:
     """The end-of-run tables of a ledger, as something rich can print."""
-    stages = Table(title="Stages", box=box.SIMPLE_HEAD, title_justify="left")
+    stages = Table(box=box.SIMPLE_HEAD)
     for column in ("stage", "state"):
         stages.add_column(column, no_wrap=True)
     stages.add_column("time", justify="right", no_wrap=True)
@@ -306,18 +306,19 @@ def summary(ledger: Mapping[str, Any]) -> RenderableType:
     stages.add_column("rate")
     for row in figures.stage_rows(ledger):
         stages.add_row(
-            *(Text(_clean(cell)) for cell in (row.name, row.state, figures.seconds_text(row.seconds), figures.main_counts(row), _rates(row)))
+            *(Text(_clean(cell)) for cell in (row.name, row.state, figures.seconds_text(row.seconds))),
+            *(Text(_clean(cell)) for cell in (figures.main_counts(row), _rates(row))),
         )
     heads = figures.head_rows(ledger)
     if not heads:
-        return stages
-    acceptance = Table(title="Acceptance length (tokens a step, bonus included)", box=box.SIMPLE_HEAD, title_justify="left")
+        return Group(Text("Stages"), stages)
+    acceptance = Table(box=box.SIMPLE_HEAD)
     for name, justify in (("head", "left"), ("mean", "right"), ("95 % interval", "right")):
         acceptance.add_column(name, justify=justify, no_wrap=True)
     for name, mean, low, high in heads:
         interval = "-" if low is None or high is None else f"{low:.2f} to {high:.2f}"
         acceptance.add_row(Text(_clean(name)), f"{mean:.2f}", interval)
-    return Group(stages, acceptance)
+    return Group(Text("Stages"), stages, Text("Acceptance length (tokens a step, the bonus token included)"), acceptance)
 
 
 def render(renderable: RenderableType, stream: Any = None) -> str:

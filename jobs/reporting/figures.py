@@ -185,5 +185,8 @@ def interval_text(mean: float, low: float | None, high: float | None) -> str:
 
 def main_counts(row: StageRow, limit: int = 4) -> str:
     """The counts worth a table cell: scalars only, in the order the stage gave them."""
-    shown = [counted_text(key, value) for key, value in row.counts.items() if isinstance(value, int | float | str)]
-    return ", ".join(shown[:limit])
+    scalar = {key: value for key, value in row.counts.items() if isinstance(value, int | float | str)}
+    shown = [counted_text(key, value) for key, value in scalar.items() if not key.startswith("dropped")][:limit]
+    if row.dropped:
+        shown.append(f"{sum(row.dropped.values()):,} dropped")
+    return ", ".join(shown)

@@ -1,0 +1,338 @@
+"""What a machine does per second: the built-in table, how unmeasured machines are scaled, calibration.
+
+One place for every figure, each with its source. Three kinds are kept apart, because money is decided
+on them: MEASURED (somebody ran it), PROJECTION (made by the owners of the local box for 8 x B300), and
+SCALED (by the two formulas below from a measured one and vendor data sheets). Prices are never built
+in: they change weekly and belong to the settings.
+
+How a decode or prefill rate is scaled from the measured 8 x RTX PRO 6000 box: there, all-reduce over
+PCIe is 51.5 % of the time; the rest is limited by memory bandwidth (decode) or bf16 arithmetic
+(prefill). NVLink is taken to shorten the all-reduce part 3 to 10 times, the rest goes with the
+data sheet:  speed-up = 1 / (0.515 / n + 0.485 / r),  n in 3..10, r the ratio of bandwidth or FLOP/s.
+For B300 that gives 5,500 to 9,600 generated tokens/s; the projection says 5,000 to 10,000, so the two
+agree and the wider one is kept.
+
+How a training step is modelled: seconds = fixed + per_token x tokens; `fixed` is the optimizer and the
+launches, `per_token` the arithmetic. Fast and slow are two such lines.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jobs.errors import MustFix
+from jobs.reporting import figures
+from jobs.reporting.workload import KIMI_K25, REFERENCE_FLOP, TINY, Range, VerifierSize, head_size, mean_ttt_steps
+from jobs.settings import Settings
+
+MEASURED_SPREAD = 1.1  # two runs of the same thing on the same box differ by about a tenth
+ALL_REDUCE_SHARE = 0.515
+NVLINK_GAIN = (3.0, 10.0)
+# Decode rate over concurrency c is A*c/(c+h): through 60 tok/s alone and 1,536 tok/s at 200 requests.
+MEASURED_CONCURRENCY = 200
+HALF_RATE_CONCURRENCY = 28.2
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a training step of one GPU: `fixed` plus `per_token` for every token of the packed row."""
+
+    fixed: float
+    per_token: float
+
+    def seconds(self, tokens: float, rows: float = 1.0, flop_ratio: float = 1.0) -> float:
+        """A step of `rows` packed rows of `tokens`; `flop_ratio` is this head's FLOP a token to the anchor's."""
+        return self.fixed + rows * tokens * self.per_token * flop_ratio
+
+    def times(self, factor: float) -> "StepCost":
+        return StepCost(self.fixed * factor, self.per_token * factor)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of one machine for one verifier. Ranges in tokens/s, seconds or bytes/s; `sources` says whence each."""
+
+    load_seconds: Range  # engine start until the first token, once a start
+    extract: Range  # tokens/s, prefill with states kept
+    generate: Range  # response tokens/s at 200 concurrent requests
+    step_fast: StepCost
+    step_slow: StepCost
+    disk: Range = Range(1e9, 6e9)  # bytes/s read or written; one to several NVMe drives, not measured
+    step_tokens: float = 4096.0  # the step size at which the two lines were measured
+    verifier: VerifierSize = KIMI_K25
+    tokens_per_sample: float | None = None
+    response_share: float | None = None
+    spread: float = 1.0  # run-to-run factor on times of measured rates
+    sources: tuple[str, ...] = ()
+
+    def generate_at(self, concurrency: int) -> Range:
+        """Response tokens/s with so many requests decoded at once; beyond 200 the low side gains nothing."""
+
+        def curve(count: float) -> float:
+            return count / (count + HALF_RATE_CONCURRENCY)
+
+        gain = curve(concurrency) / curve(MEASURED_CONCURRENCY)
+        return Range(self.generate.low * min(gain, 1.0), self.generate.high * gain)
+
+    def step_seconds(self, tokens: float, rows: float, flop: float) -> Range:
+        ratio = flop / REFERENCE_FLOP
+        times = sorted(step.seconds(tokens, rows, ratio) for step in (self.step_fast, self.step_slow))
+        return Range(times[0] / self.spread, times[1] * self.spread)
+
+    def per_second(self, rate: Range) -> Range:
+        return Range(rate.low / self.spread, rate.high * self.spread)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine type. `price_per_hour` None means that the person has not set one (`rental.price_per_hour`)."""
+
+    name: str
+    gpus: int
+    gpu_names: tuple[str, ...]  # substrings by which a run's ledger is recognised
+    gpu_memory_gb: int
+    bf16_tflops: float  # dense, one GPU, data sheet
+    memory_tb_per_second: float  # one GPU, data sheet
+    link_gbps: float
+    rates: Rates
+    price_per_hour: float | None = None
+    currency: str = "USD"
+
+
+def scaled(rate: float, ratio: float) -> Range:
+    """A rate measured on the PCIe box, on an NVLink machine `ratio` times as fast per GPU (see the module)."""
+    low, high = (1 / (ALL_REDUCE_SHARE / gain + (1 - ALL_REDUCE_SHARE) / ratio) for gain in NVLINK_GAIN)
+    return Range(rate * low, rate * high)
+
+
+# Data sheets (dense bf16 TFLOP/s, memory TB/s): RTX PRO 6000 Blackwell 504 and 1.79; H200 989 and 4.8; B200 and B300 2,250 and 8.
+RTX_FLOPS, RTX_BANDWIDTH = 503.8, 1.792
+LOCAL_EXTRACT, LOCAL_GENERATE, LOCAL_LOAD = 2912.0, 1536.0, 22.5 * 60
+LOCAL_STEP_TOKENS, LOCAL_STEP_SECONDS = 503.0, 27.7 * 60 / 9500
+# H200, states in GPU memory, head of the real size: 55, 96 and 164 ms at 512, 2,048 and 4,096 tokens.
+H200_STEP = StepCost(fixed=0.028, per_token=33.2e-6)
+# The same card, SpecForge's own step: 131, 204 and 361 ms at 2,048, 4,096 and 8,192 tokens.
+H200_STEP_SLOW = StepCost(fixed=0.055, per_token=37.4e-6)
+RTX_PER_TOKEN = H200_STEP.per_token * 989 / RTX_FLOPS
+PROJECTED_STEPS = (10.0, 12.0)  # per second, one sample of about 503 tokens, for B300
+
+RTX_RATES = Rates(
+    load_seconds=Range.exactly(LOCAL_LOAD),
+    extract=Range.exactly(LOCAL_EXTRACT),
+    generate=Range.exactly(LOCAL_GENERATE),
+    step_fast=StepCost(LOCAL_STEP_SECONDS - LOCAL_STEP_TOKENS * RTX_PER_TOKEN, RTX_PER_TOKEN),
+    step_slow=StepCost(0.0, LOCAL_STEP_SECONDS / LOCAL_STEP_TOKENS),
+    step_tokens=LOCAL_STEP_TOKENS,
+    spread=MEASURED_SPREAD,
+    sources=(
+        "MEASURED on this machine: engine start 22.5 min, extraction 2,912 tok/s, generation 1,536 tok/s at 200 requests; "
+        "training 9,500 steps of one sample (503 tokens) in 27.7 min on one GPU",
+        "larger steps than 503 tokens: between all the extra at H200's arithmetic scaled by bf16 rate and no gain at all",
+    ),
+)
+H200_RATES = Rates(
+    load_seconds=Range(15 * 60, LOCAL_LOAD),
+    extract=scaled(LOCAL_EXTRACT, 989 / RTX_FLOPS),
+    generate=scaled(LOCAL_GENERATE, 4.8 / RTX_BANDWIDTH),
+    step_fast=H200_STEP,
+    step_slow=H200_STEP_SLOW,
+    sources=(
+        "training step MEASURED on one H200 with states in GPU memory: speculators 0.4.0.1 (fast side), SpecForge (slow side)",
+        "extraction and generation SCALED from 8 x RTX PRO 6000; engine start between the B300 projection's best and the local 22.5 min",
+    ),
+)
+B300_RATES = Rates(
+    load_seconds=Range(15 * 60, 18 * 60),
+    extract=Range(8000, 15000),
+    generate=Range(5000, 10000),
+    step_fast=StepCost(H200_STEP.fixed * 4.8 / 8, H200_STEP.per_token * 989 / 2250),
+    step_slow=StepCost(1 / PROJECTED_STEPS[0] - LOCAL_STEP_TOKENS * H200_STEP.per_token, H200_STEP.per_token),
+    sources=(
+        "PROJECTION for 8 x B300: engine start 15 to 18 min, extraction 8,000 to 15,000 tok/s, generation 5,000 to 10,000 tok/s",
+        "training, slow side: the projection's 10 steps/s of 503 tokens, which is 1.5 to 2 times the local loop with its data wait; "
+        "fast side: the H200's measured step SCALED by data sheet, which shows the projection to be cautious (an H200 already does 18 steps/s)",
+    ),
+)
+B200_RATES = replace(
+    B300_RATES,
+    sources=(
+        "SCALED: a B200 has the bf16 rate and memory bandwidth of a B300 (not its capacity: 180 against 288 GB), so the "
+        "B300 PROJECTION is used unchanged: engine start 15 to 18 min, extraction 8,000 to 15,000, generation 5,000 to 10,000 tok/s",
+        B300_RATES.sources[1],
+    ),
+)
+
+# Without a GPU: the tiny verifier on a few cores. 66 GFLOP/s were reached training a head of that size on two.
+CPU_RATES = Rates(
+    load_seconds=Range(5, 60),
+    extract=Range(1000, 20000),
+    generate=Range(200, 4000),
+    step_fast=StepCost(0.005, REFERENCE_FLOP / 150e9),
+    step_slow=StepCost(0.05, REFERENCE_FLOP / 20e9),
+    disk=Range(0.1e9, 2e9),
+    verifier=TINY,
+    sources=("GUESS around what two cores reached in training (66 GFLOP/s); calibrate with a finished smoke run",),
+)
+
+MACHINES = {
+    "8x-b300": Machine("8 x B300", 8, ("B300",), 288, 2250, 8.0, 5.0, B300_RATES),
+    "8x-b200": Machine("8 x B200", 8, ("B200",), 180, 2250, 8.0, 5.0, B200_RATES),
+    "8x-h200": Machine("8 x H200", 8, ("H200",), 141, 989, 4.8, 5.0, H200_RATES),
+    "8x-rtx-pro-6000": Machine("8 x RTX PRO 6000", 8, ("RTX PRO 6000",), 96, RTX_FLOPS, RTX_BANDWIDTH, 5.0, RTX_RATES),
+    "cpu": Machine("CPU only", 0, (), 0, 0.07, 0.05, 1.0, CPU_RATES),
+}
+
+
+def machine(name: str) -> Machine:
+    """A machine of the table by key or name; an unknown one names those that exist."""
+    for key, found in MACHINES.items():
+        if name.lower() in (key, found.name.lower()):
+            return found
+    raise MustFix(f"no machine type {name!r}", where="plan", remedy=f"use one of {', '.join(MACHINES)}")
+
+
+def machine_of(ledger: Mapping[str, Any]) -> Machine | None:
+    """The table's machine of the ledger's run: by `machine.name` as in the table, else by the GPUs' names and number."""
+    names_it = str(figures.mapping(ledger.get("machine")).get("name")).lower()
+    for key, found in MACHINES.items():
+        if names_it in (key, found.name.lower()):
+            return found
+    gpus = figures.mapping(ledger.get("machine")).get("gpus")
+    names = [str(gpu.get("name", "")) if isinstance(gpu, Mapping) else str(gpu) for gpu in gpus] if isinstance(gpus, list) else []
+    if isinstance(gpus, list) and not names:
+        return MACHINES["cpu"]
+    for found in MACHINES.values():
+        if names and len(names) == found.gpus and all(any(part in name for part in found.gpu_names) for name in names):
+            return found
+    return None
+
+
+# Calibration ------------------------------------------------------------------------------------
+
+
+def tokens_of(stage: figures.StageRow | None) -> float | None:
+    """Prompt + response tokens of a generate stage, under the names a stage may give them."""
+    if stage is None:
+        return None
+    whole = figures.number(stage.counts.get("tokens"))
+    if whole is not None:
+        return whole
+    parts = [figures.number(stage.counts.get(name)) for name in ("prompt_tokens", "response_tokens")]
+    return None if None in parts else sum(parts)
+
+
+def calibrate(ledger: Mapping[str, Any], verifier: VerifierSize, base: Rates | None = None) -> Rates:
+    """The rates a finished run reached; what it did not measure stays as in `base` (default: its own machine's).
+
+    Raises MustFix if the run has no finished stage to learn from, or was on an unknown machine without `base`.
+    """
+    stages = {row.name: row for row in figures.stage_rows(ledger) if row.state == "done" and row.seconds}
+    ran_on = machine_of(ledger)
+    base = base or (ran_on.rates if ran_on else None)
+    if base is None:
+        raise MustFix("the run's machine is not in the table", where="plan --calibrate", remedy="name a machine type to start from")
+    generated = [stages[name] for name in ("generate.train", "generate.eval") if tokens_of(stages.get(name))]
+    trained = stages.get("train")
+    if not generated and trained is None:
+        raise MustFix("the run has no finished stage to measure rates by", where="run.json", remedy="finish generate or train first")
+    found: dict[str, Any] = {"verifier": verifier, "spread": MEASURED_SPREAD}
+    if generated:
+        found |= _generation_rates(ledger, generated)
+    if trained is not None:
+        found |= _training_rates(ledger, trained, verifier)
+    learned = ", ".join(sorted(set(found) - {"verifier", "spread"})) or "nothing"
+    sources = (f"MEASURED by the given run: {learned}", *base.sources)
+    return replace(base, **found, sources=sources)
+
+
+def _generation_rates(ledger: Mapping[str, Any], stages: list[figures.StageRow]) -> dict[str, Any]:
+    settings = figures.mapping(ledger.get("settings"))
+    first = stages[0]
+    loads = [value for stage in stages if (value := figures.number(stage.counts.get("load_seconds")))]
+    busy = first.seconds - (figures.number(first.counts.get("load_seconds")) or 0.0)
+    tokens = tokens_of(first)
+    found: dict[str, Any] = {"load_seconds": Range.exactly(max(loads))} if loads else {}
+    samples = figures.number(first.counts.get("samples"))
+    if samples:
+        found["tokens_per_sample"] = tokens / samples
+    if busy <= 0:
+        return found
+    if figures.mapping(settings.get("generate")).get("responses"):
+        return found | {"extract": Range.exactly(tokens / busy)}
+    response = figures.number(first.counts.get("response_tokens"))
+    if response:
+        concurrency = figures.number(figures.mapping(settings.get("verifier")).get("max_num_seqs")) or MEASURED_CONCURRENCY
+        # Brought to the table's 200 requests, so that another concurrency can be asked of it.
+        shape = (concurrency / (concurrency + HALF_RATE_CONCURRENCY)) / (
+            MEASURED_CONCURRENCY / (MEASURED_CONCURRENCY + HALF_RATE_CONCURRENCY)
+        )
+        found |= {"generate": Range.exactly(response / busy / shape), "response_share": response / tokens}
+    return found
+
+
+def _training_rates(ledger: Mapping[str, Any], stage: figures.StageRow, verifier: VerifierSize) -> dict[str, Any]:
+    """The two bracketing lines through the one measured point (see RTX_RATES), brought to the reference head."""
+    steps = figures.number(stage.counts.get("steps"))
+    if not steps:
+        return {}
+    settings = Settings.model_validate(ledger.get("settings") or {})
+    tokens = settings.train.tokens_per_step * settings.train.accumulate
+    ratio = head_size(settings, verifier).train_flop(mean_ttt_steps(settings)) / REFERENCE_FLOP
+    seconds = stage.seconds / steps
+    whole = seconds / (tokens * ratio)  # seconds a token if nothing were fixed
+    arithmetic = min(H200_STEP.per_token, 0.9 * whole)
+    return {
+        "step_fast": StepCost(seconds - tokens * ratio * arithmetic, arithmetic),
+        "step_slow": StepCost(0.0, whole),
+        "step_tokens": float(tokens),
+    }
+
+
+def transfer(measured: Rates, ran_on: Machine, target: Machine) -> Rates:
+    """Rates measured on `ran_on`, expected on `target`: the target's table times how far the run was from its own.
+
+    Sample lengths carry over as they are; the table's ranges stay in the result.
+    """
+
+    def factor(name: str) -> float:
+        return getattr(measured, name).middle / getattr(ran_on.rates, name).middle
+
+    def steps(rates: Rates) -> float:
+        tokens = measured.step_tokens
+        return math.sqrt(rates.step_fast.seconds(tokens) * rates.step_slow.seconds(tokens))
+
+    step = steps(measured) / steps(ran_on.rates)
+    table = target.rates
+    return replace(
+        measured,
+        load_seconds=table.load_seconds.times(factor("load_seconds")),
+        extract=table.extract.times(factor("extract")),
+        generate=table.generate.times(factor("generate")),
+        step_fast=table.step_fast.times(step),
+        step_slow=table.step_slow.times(step),
+        sources=(f"MEASURED on {ran_on.name}; {target.name} is taken to be off the table by the same factors", *table.sources),
+    )
+
+
+def for_verifier(rates: Rates, verifier: VerifierSize) -> Rates:
+    """The rates for a verifier of another size: by its active parameters at best, no gain at worst.
+
+    Small models are limited by launches, not arithmetic, so the gain is capped at 20. An engine start is
+    a fixed 10 to 60 s plus the checkpoint at the rate the reference is read with.
+    """
+    if verifier.name == rates.verifier.name:
+        return replace(rates, verifier=verifier)
+    ratio = min(rates.verifier.active_parameters / verifier.active_parameters, 20.0)
+    weight = verifier.bytes / rates.verifier.bytes
+    return replace(
+        rates,
+        verifier=verifier,
+        load_seconds=rates.load_seconds.times(weight) + Range(10, 60),
+        extract=rates.extract.times(min(ratio, 1.0), max(ratio, 1.0)),
+        generate=rates.generate.times(min(ratio, 1.0), max(ratio, 1.0)),
+        sources=(
+            f"for {verifier.name}: SCALED from {rates.verifier.name} by active parameters (at most 20 times, at worst no gain)",
+            *rates.sources,
+        ),
+    )
