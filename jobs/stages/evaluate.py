@@ -1,0 +1,51 @@
+"""Evaluate: the trained head judged like the baseline, on the same eval states, and compared with it.
+
+What counts is the paired gain over the same prompts: its interval is far narrower than the
+difference of two intervals. `evaluate.min_gain_over_…` turn a gain that is not there into a
+failure of the run, before anything is published.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jobs.draft import formats
+from jobs.draft.model import VerifierWeights
+from jobs.errors import MustFix
+from jobs.run import Context
+from jobs.stages import judging
+from jobs.storage.states import StateStore
+
+NAME = "evaluate"
+SETTINGS = ("evaluate", "job.seed")
+
+
+def inputs(context: Context) -> list[Path]:
+    return [context.path / "trained", context.path / "baseline.json", context.states("eval") / "index.jsonl"]
+
+
+def outputs(context: Context) -> list[Path]:
+    return [context.path / "evaluation.json"]
+
+
+def run(context: Context) -> dict[str, Any]:
+    store = StateStore(context.states("eval"))
+    head = formats.load_head(context.path / "trained", verifier=VerifierWeights.read(context.verifier_path))
+    trained = judging.judge_head(context, "trained", head, store)
+    baseline = json.loads((context.path / "baseline.json").read_text())
+    gains = {f"over_{name}": judging.gain(context, trained, judging.kept(context, name)) for name in baseline["heads"]}
+    figures = judging.figures(context, trained)
+    judging.write_figures(context, context.path / "evaluation.json", {"trained": figures}, gains=gains)
+    _require_gains(context, gains)
+    return {"acceptance_length": round(figures["acceptance_length"]["mean"], 4), "sequences": len(store.ids()), "scored_steps": trained.walk.steps}
+
+
+def _require_gains(context: Context, gains: dict[str, dict[str, float]]) -> None:
+    settings = context.settings.evaluate
+    for name, wanted in (("untrained", settings.min_gain_over_untrained), ("ngram", settings.min_gain_over_ngram)):
+        if wanted is not None and gains[f"over_{name}"]["low"] < wanted:
+            got = gains[f"over_{name}"]
+            raise MustFix(
+                f"The trained head gains {got['mean']:.3f} (95 % interval {got['low']:.3f} to {got['high']:.3f}) over {name}, under {wanted}",
+                where=f"evaluate.min_gain_over_{name}", remedy="train longer or on more data; nothing was published",
+            )  # fmt: skip

@@ -1,0 +1,203 @@
+"""Prompts: conversations from a file, a `datasets` name or the shipped set, split into train and eval.
+
+Only what the *user's side* says is kept (system, user and tool turns): the verifier answers every
+turn itself, in the context of its own earlier answers, so a data set's assistant turns are
+discarded. Train and eval are disjoint by content, not by id: a training row that shares any user
+turn with the eval split is dropped. Which rows are taken depends on the seed and on their ids,
+never on the order of the file.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jobs.errors import MustFix, TryAgain
+from jobs.run import Context
+from jobs.settings import PromptSource, PromptsSettings
+from jobs.storage.files import write_atomically
+from jobs.verifier.chat import Chat
+from jobs.verifier.tiny import PROMPTS as SHIPPED
+
+NAME = "prompts"
+SETTINGS = ("prompts", "job.seed", "verifier.model", "verifier.max_model_len")
+
+ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool", "gpt": "assistant", "assistant": "assistant"}
+
+
+def inputs(context: Context) -> list[Path]:
+    files = [context.path / "fetched.json"]
+    for source in (context.settings.prompts.source, context.settings.prompts.eval_source):
+        if source and source.endswith(".jsonl"):
+            files.append(Path(source).absolute())
+    return files
+
+
+def outputs(context: Context) -> list[Path]:
+    return [context.path / "prompts.jsonl"]
+
+
+def run(context: Context) -> dict[str, Any]:
+    settings, seed = context.settings.prompts, context.settings.job.seed
+    counts = {"read": 0, "duplicate": 0, "too_long": 0, "in_eval_too": 0, "empty": 0}
+    pick = _Picker(context, Chat.load(context.verifier_path), counts)
+    rows = pick.distinct(read(context, settings))
+    marked = [row for row in rows if row["split"] == "eval"]
+    if settings.eval_source:
+        marked = pick.distinct(read(context, settings.model_copy(update={"source": settings.eval_source})))
+    evaluation = pick.fitting(_seeded_order(marked or rows, seed), settings.eval_samples)
+    held_out = {turn for row in evaluation for turn in _user_turns(row)}
+    training: list[dict[str, Any]] = []
+    for part in settings.mix:
+        training += pick.fitting(pick.disjoint(pick.distinct(read(context, part)), held_out, seed), part.samples)
+    rest = pick.disjoint([row for row in rows if row["split"] != "eval"], held_out, seed)
+    training += pick.fitting(rest, settings.train_samples - len(training))
+    for split, chosen, wanted in (("eval", evaluation, settings.eval_samples), ("train", training, settings.train_samples)):
+        if not chosen:
+            raise MustFix(
+                f"No usable prompt is left for the {split} split ({counts})", where=settings.source,
+                remedy="give more prompts, or raise prompts.max_prompt_tokens",
+            )  # fmt: skip
+        if len(chosen) < wanted:
+            context.note(f"prompts: {len(chosen)} {split} conversations instead of the {wanted} asked for")
+        for row in chosen:
+            row["split"] = split
+    lines = [json.dumps(row, ensure_ascii=False) for row in evaluation + training]
+    write_atomically(context.path / "prompts.jsonl", ("\n".join(lines) + "\n").encode())
+    return {"eval": len(evaluation), "train": len(training), **counts}
+
+
+def read(context: Context, part: PromptsSettings | PromptSource) -> Iterator[dict[str, Any]]:
+    """Rows {id, messages, source, split} of a source; MustFix names the line that is wrong."""
+    if part.source == "shipped":
+        yield from _read_jsonl(SHIPPED, part.messages_field)
+    elif part.source.endswith((".jsonl", ".json")):
+        yield from _read_jsonl(Path(part.source), part.messages_field)
+    else:
+        yield from _read_dataset(part, context.fetched()["prompts"].get(part.source, {}).get("revision"))
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[dict[str, Any]]:
+    try:
+        file = path.open(encoding="utf-8")
+    except OSError as error:
+        raise MustFix(f"The prompts cannot be read: {error.strerror}", where=str(path), remedy="name a JSONL file in prompts.source") from error
+    with file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise MustFix(f"The line is not JSON: {error}", where=where, remedy="correct or remove it") from error
+            if not isinstance(row, dict):
+                raise MustFix("The line is no JSON object", where=where, remedy="write one object a line with `messages`")
+            yield _row(row, field, where=where, name=path.stem)
+
+
+def _read_dataset(part: PromptsSettings | PromptSource, revision: str | None) -> Iterator[dict[str, Any]]:
+    """revision: the commit that `fetch` resolved; None for a folder on this machine."""
+    import datasets  # heavy, and absent where only files are used
+    from datasets.exceptions import DatasetNotFoundError
+
+    name = part.source
+    try:
+        data = datasets.load_dataset(name, part.subset, split=part.dataset_split, revision=revision)
+    except (DatasetNotFoundError, FileNotFoundError, ValueError) as error:
+        raise MustFix(f"The data set {name!r} cannot be loaded: {error}", where="prompts", remedy="correct the name, subset, split or revision, or give a JSONL file") from error
+    except (ConnectionError, OSError) as error:
+        raise TryAgain(f"The data set {name!r} cannot be reached: {error}", where="prompts", remedy="run it again when the hub answers") from error
+    for number, row in enumerate(data):
+        yield _row(dict(row), part.messages_field, where=f"{name}, row {number}", name=name)
+
+
+def _row(row: dict[str, Any], field: str, *, where: str, name: str) -> dict[str, Any]:
+    turns = row.get(field)
+    if isinstance(turns, str):
+        turns = [{"role": "user", "content": turns}]
+    if not isinstance(turns, list) or not turns:
+        raise MustFix(f"`{field}` is missing or empty", where=where, remedy="write a list of {role, content}, or set prompts.messages_field")
+    messages = []
+    for turn in turns:
+        role = ROLES.get(str(turn.get("role", turn.get("from")))) if isinstance(turn, dict) else None
+        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+        if role is None or not isinstance(content, str):
+            raise MustFix(f"A turn is no message: {str(turn)[:80]!r}", where=where, remedy="each needs a role (system, user, tool, assistant) and text content")
+        if role != "assistant":
+            messages.append({"role": role, "content": content})
+    split = row.get("split", "train")
+    if split not in ("train", "eval"):
+        raise MustFix(f"`split` is {split!r}", where=where, remedy="write train or eval")
+    identity = str(row.get("id") or hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16])
+    if "#" in identity or any(c.isspace() for c in identity):
+        raise MustFix(f"The id {identity!r} holds a # or white space", where=where, remedy="use another id, # separates the turns of a conversation")
+    return {"id": identity, "messages": messages, "source": str(row.get("source", name)), "split": split}
+
+
+def _user_turns(row: dict[str, Any]) -> list[str]:
+    """The user's turns as they count for sameness: case and white space do not."""
+    return [" ".join(m["content"].casefold().split()) for m in row["messages"] if m["role"] == "user"]
+
+
+def _seeded_order(rows: Iterable[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: hashlib.sha256(f"{seed}:{row['id']}".encode()).digest())
+
+
+class _Picker:
+    """Takes rows from several sources, counting what it leaves out and why."""
+
+    def __init__(self, context: Context, chat: Chat, counts: dict[str, int]):
+        self.context, self.chat, self.counts = context, chat, counts
+        self._seen_ids: set[str] = set()
+        self._seen: set[tuple[str, ...]] = set()
+        self._taken = 0
+
+    def distinct(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows whose id and whose content no earlier row had, over all sources."""
+        kept = []
+        for row in rows:
+            self.counts["read"] += 1
+            content = tuple(_user_turns(row))
+            if not any(content):
+                self.counts["empty"] += 1
+            elif row["id"] in self._seen_ids or content in self._seen:
+                self.counts["duplicate"] += 1
+            else:
+                self._seen_ids.add(row["id"])
+                self._seen.add(content)
+                kept.append(row)
+        return kept
+
+    def disjoint(self, rows: list[dict[str, Any]], held_out: set[str], seed: int) -> list[dict[str, Any]]:
+        """Rows that share no user turn with the eval split, in seeded order."""
+        kept = [row for row in rows if not held_out & set(_user_turns(row))]
+        self.counts["in_eval_too"] += len(rows) - len(kept)
+        return _seeded_order(kept, seed)
+
+    def fitting(self, rows: Iterable[dict[str, Any]], wanted: int) -> list[dict[str, Any]]:
+        """The first `wanted` rows whose first prompt is short enough, each with its mode of answering."""
+        settings, seed, kept = self.context.settings.prompts, self.context.settings.job.seed, []
+        for row in rows:
+            if len(kept) == wanted:
+                break
+            self.context.should_stop.raise_if_set()
+            draw = int.from_bytes(hashlib.sha256(f"{seed}:thinking:{row['id']}".encode()).digest()[:8]) / 2**64
+            thinking = draw < settings.thinking_share
+            if len(self.chat.render(first_prompt(row["messages"]), thinking)) > settings.max_prompt_tokens:
+                self.counts["too_long"] += 1
+                continue
+            kept.append(row | {"thinking": thinking})
+            self._taken += 1
+            self.context.progress(self._taken, settings.eval_samples + settings.train_samples, "prompts")
+        return kept
+
+
+def first_prompt(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The messages up to the first that the verifier has to answer."""
+    for index, message in enumerate(messages):
+        following = messages[index + 1]["role"] if index + 1 < len(messages) else "assistant"
+        if message["role"] in ("user", "tool") and following != message["role"] and following != "tool":
+            return messages[: index + 1]
+    return messages

@@ -1,0 +1,72 @@
+"""The draft vocabulary: which of the verifier's tokens the head can draft.
+
+A smaller output head makes every drafted token cheaper; what it cannot draft is simply rejected.
+Counted over the responses the verifier wrote itself, with the special and template tokens forced
+in. A warm start keeps its head's own map (its output rows are trained for it). A run that judges
+an untrained head has made the map from the eval responses already and keeps that one, so that the
+trained head and its floor differ in nothing but training.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from jobs.draft import formats, vocabulary
+from jobs.draft.model import VerifierWeights
+from jobs.draft.vocabulary import DraftVocabulary
+from jobs.errors import MustFix
+from jobs.run import Context
+from jobs.stages import warm
+from jobs.storage.states import StateStore
+from jobs.verifier.chat import Chat
+from jobs.verifier.engine import VerifierFacts
+
+NAME = "vocab"
+SETTINGS = ("vocab", "heads.untrained", "heads.warm_start")
+
+
+def inputs(context: Context) -> list[Path]:
+    return [context.path / "baseline.json", context.states("eval") / "responses.jsonl", context.states("train") / "responses.jsonl"]
+
+
+def outputs(context: Context) -> list[Path]:
+    return [context.path / "vocab.safetensors"]
+
+
+def run(context: Context) -> dict[str, Any]:
+    counts = token_counts(context, "train")
+    start = warm.chosen(context)
+    if start is not None:
+        head = formats.load_head(start.folder, verifier=VerifierWeights.read(context.verifier_path), taps=start.taps)
+        chosen = vocabulary.of_head(head.d2t, head.t2d, counts)
+        source = start.name
+    else:
+        source = "eval" if context.settings.heads.untrained else "train"
+        chosen = draft_vocabulary(context, source)
+    coverage = chosen.coverage_of(counts)
+    if coverage < context.settings.vocab.min_coverage:
+        raise MustFix(
+            f"The draft vocabulary covers {coverage:.1%} of the response tokens, vocab.min_coverage asks for {context.settings.vocab.min_coverage:.0%}",
+            where="vocab", remedy="raise vocab.size, or lower vocab.min_coverage knowingly",
+        )  # fmt: skip
+    chosen.save(context.path / "vocab.safetensors")
+    return {"size": len(chosen.draft_ids), "coverage": round(coverage, 5), "counted_tokens": sum(counts.values()), "map_from": source}
+
+
+def draft_vocabulary(context: Context, split: str) -> DraftVocabulary:
+    """The map from the responses of a split, deterministic for the same responses."""
+    facts, chat = VerifierFacts.read(context.verifier_path), Chat.load(context.verifier_path)
+    size = context.settings.vocab.size or facts.vocab_size
+    if size > facts.vocab_size:
+        raise MustFix(f"vocab.size = {size} exceeds the verifier's vocabulary of {facts.vocab_size}", where="vocab.size", remedy="lower it")
+    return vocabulary.build(token_counts(context, split), size, chat.special_token_ids, facts.vocab_size)
+
+
+def token_counts(context: Context, split: str) -> Counter[int]:
+    store = StateStore(context.states(split))
+    counts: Counter[int] = Counter()
+    for sample_id in store.ids():
+        counts.update(store.response(sample_id).response_token_ids)
+    if not counts:
+        raise MustFix(f"The {split} split holds no response", where=str(context.states(split)), remedy=f"generate it again with --redo generate.{split}")
+    return counts
