@@ -259,6 +259,13 @@ class Display:
             self.stream.write(render(summary(ledger), self.stream) + "\n")
             self.stream.flush()
 
+    def print(self, text: str) -> None:
+        """Text of several lines as it is, without a time: the last words of a run. Ends the live part."""
+        with self._lock:
+            self._stop_screen()
+            self.stream.write("".join(f"{_clean(line)}\n" for line in text.splitlines()))
+            self.stream.flush()
+
     def close(self) -> None:
         """Ends the live part and gives the terminal back; calling it twice is fine."""
         with self._lock:
@@ -319,6 +326,11 @@ def summary(ledger: Mapping[str, Any]) -> RenderableType:
         interval = "-" if low is None or high is None else f"{low:.2f} to {high:.2f}"
         acceptance.add_row(Text(_clean(name)), f"{mean:.2f}", interval)
     return Group(Text("Stages"), stages, Text("Acceptance length (tokens a step, the bonus token included)"), acceptance)
+
+
+def summary_text(ledger: Mapping[str, Any]) -> str:
+    """The same as plain text."""
+    return render(summary(ledger))
 
 
 def render(renderable: RenderableType, stream: Any = None) -> str:

@@ -184,14 +184,6 @@ MACHINES = {
 }
 
 
-def machine(name: str) -> Machine:
-    """A machine of the table by key or name; an unknown one names those that exist."""
-    for key, found in MACHINES.items():
-        if name.lower() in (key, found.name.lower()):
-            return found
-    raise MustFix(f"no machine type {name!r}", where="plan", remedy=f"use one of {', '.join(MACHINES)}")
-
-
 def machine_of(ledger: Mapping[str, Any]) -> Machine | None:
     """The table's machine of the ledger's run: by `machine.name` as in the table, else by the GPUs' names and number."""
     names_it = str(figures.mapping(ledger.get("machine")).get("name")).lower()
@@ -200,7 +192,8 @@ def machine_of(ledger: Mapping[str, Any]) -> Machine | None:
             return found
     gpus = figures.mapping(ledger.get("machine")).get("gpus")
     names = [str(gpu.get("name", "")) if isinstance(gpu, Mapping) else str(gpu) for gpu in gpus] if isinstance(gpus, list) else []
-    if isinstance(gpus, list) and not names:
+    device = figures.mapping(figures.mapping(ledger.get("settings")).get("train")).get("device")
+    if not names and (gpus == [] or device == "cpu"):
         return MACHINES["cpu"]
     for found in MACHINES.values():
         if names and len(names) == found.gpus and all(any(part in name for part in found.gpu_names) for name in names):
@@ -222,26 +215,22 @@ def tokens_of(stage: figures.StageRow | None) -> float | None:
     return None if None in parts else sum(parts)
 
 
-def calibrate(ledger: Mapping[str, Any], verifier: VerifierSize, base: Rates | None = None) -> Rates:
-    """The rates a finished run reached; what it did not measure stays as in `base` (default: its own machine's).
+def calibrate(ledger: Mapping[str, Any], base: Rates) -> Rates:
+    """The rates a finished run reached; what it did not measure stays as in `base`, its machine's rates for its verifier.
 
-    Raises MustFix if the run has no finished stage to learn from, or was on an unknown machine without `base`.
+    MustFix if the run has no finished stage to learn from.
     """
     stages = {row.name: row for row in figures.stage_rows(ledger) if row.state == "done" and row.seconds}
-    ran_on = machine_of(ledger)
-    base = base or (ran_on.rates if ran_on else None)
-    if base is None:
-        raise MustFix("the run's machine is not in the table", where="plan --calibrate", remedy="name a machine type to start from")
     generated = [stages[name] for name in ("generate.train", "generate.eval") if tokens_of(stages.get(name))]
     trained = stages.get("train")
     if not generated and trained is None:
-        raise MustFix("the run has no finished stage to measure rates by", where="run.json", remedy="finish generate or train first")
-    found: dict[str, Any] = {"verifier": verifier, "spread": MEASURED_SPREAD}
+        raise MustFix("The run has no finished stage to measure rates by", where="run.json", remedy="finish generate or train first")
+    found: dict[str, Any] = {"spread": MEASURED_SPREAD}
     if generated:
         found |= _generation_rates(ledger, generated)
     if trained is not None:
-        found |= _training_rates(ledger, trained, verifier)
-    learned = ", ".join(sorted(set(found) - {"verifier", "spread"})) or "nothing"
+        found |= _training_rates(ledger, trained, base.verifier)
+    learned = ", ".join(sorted(set(found) - {"spread"})) or "nothing"
     sources = (f"MEASURED by the given run: {learned}", *base.sources)
     return replace(base, **found, sources=sources)
 
@@ -294,16 +283,16 @@ def transfer(measured: Rates, ran_on: Machine, target: Machine) -> Rates:
 
     Sample lengths carry over as they are; the table's ranges stay in the result.
     """
+    home, table = for_verifier(ran_on.rates, measured.verifier), for_verifier(target.rates, measured.verifier)
 
     def factor(name: str) -> float:
-        return getattr(measured, name).middle / getattr(ran_on.rates, name).middle
+        return getattr(measured, name).middle / getattr(home, name).middle
 
     def steps(rates: Rates) -> float:
         tokens = measured.step_tokens
         return math.sqrt(rates.step_fast.seconds(tokens) * rates.step_slow.seconds(tokens))
 
-    step = steps(measured) / steps(ran_on.rates)
-    table = target.rates
+    step = steps(measured) / steps(home)
     return replace(
         measured,
         load_seconds=table.load_seconds.times(factor("load_seconds")),

@@ -6,8 +6,9 @@ and its disk or link need, because they overlap. On the local box's own figures 
 measured times; tests/reporting holds it to that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -18,7 +19,7 @@ from rich.text import Text
 from jobs.errors import MustFix
 from jobs.reporting import figures
 from jobs.reporting.display import render
-from jobs.reporting.machines import Machine, Rates, for_verifier
+from jobs.reporting.machines import MACHINES, Machine, Rates, calibrate, for_verifier, machine_of, transfer
 from jobs.reporting.workload import KNOWN_VERIFIERS, REFERENCE_FLOP, Range, VerifierSize, Workload, mean_ttt_steps, workload
 from jobs.settings import Settings
 
@@ -29,6 +30,7 @@ REPLAY_SPREAD = (1.0, 3.0)  # times the arithmetic of training; replay has not b
 PROMPTS_PER_SECOND = Range(200, 5000)  # rendered and tokenized
 TOKENS_COUNTED_PER_SECOND = Range(1e6, 1e7)
 HASHED_PER_SECOND = Range(0.3e9, 2e9)
+LARGEST_ON_CPU = 20e9  # bytes of a verifier that a machine without a GPU is planned for
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,12 @@ class Plan:
             "problems": list(self.problems),
         }
 
-    def render(self) -> RenderableType:
-        """For a rich console; `str(plan)` is the same as plain text."""
+    def render(self) -> str:
+        """As plain text."""
+        return render(self.table())
+
+    def table(self) -> RenderableType:
+        """The same for a rich console."""
         table = Table(box=box.SIMPLE_HEAD)
         table.add_column("stage", no_wrap=True)
         for name in ("time", "bytes", f"cost ({self.currency})"):
@@ -116,9 +122,6 @@ class Plan:
         title = Text(f"Plan of {self.job} with {self.verifier} on {self.machine}", style="bold")
         return Group(title, table, Text("\n".join(lines)))
 
-    def __str__(self) -> str:
-        return render(self.render())
-
 
 def plan(
     settings: Settings,
@@ -135,13 +138,7 @@ def plan(
     models; another one must be given (`VerifierSize.read`), else MustFix. `train_gpus` is how many GPUs
     training uses. The price is the machine's own, else `rental.price_per_hour` if `rental.machine` names it.
     """
-    verifier = verifier or KNOWN_VERIFIERS.get(settings.verifier.model)
-    if verifier is None:
-        raise MustFix(
-            f"the shape of verifier {settings.verifier.model!r} is not known here",
-            where="verifier.model",
-            remedy="give the folder of its checkpoint",
-        )
+    verifier = verifier or verifier_size(settings)
     rates = for_verifier(rates or machine.rates, verifier)
     work = workload(
         settings, verifier, tokens_per_sample=rates.tokens_per_sample, response_share=rates.response_share
@@ -164,6 +161,54 @@ def plan(
         assumptions=_assumptions(settings, rates, machine, work, train_gpus, price),
         problems=_problems(settings, machine, verifier),
     )
+
+
+def verifier_size(settings: Settings) -> VerifierSize:
+    """The verifier's shape: a known hub model, the tiny one, or read from a local folder; else MustFix."""
+    model = settings.verifier.model
+    if model in KNOWN_VERIFIERS:
+        return KNOWN_VERIFIERS[model]
+    if Path(model).is_dir():
+        return VerifierSize.read(Path(model))
+    raise MustFix(
+        f"The shape of verifier {model!r} is not known before it is fetched", where="verifier.model", remedy="name the folder of its checkpoint"
+    )
+
+
+def for_all_machines(settings: Settings, ledger: Mapping[str, Any] | None = None, *, train_gpus: int = 1) -> list[Plan]:
+    """A plan for each machine type, that of `rental.machine` first; `ledger` is a finished run to calibrate by.
+
+    MustFix if that run had another verifier or a machine the table does not know: its rates would say nothing.
+    """
+    verifier = verifier_size(settings)
+    measured, ran_on = (None, None) if ledger is None else _measured(settings, verifier, ledger)
+    named = settings.rental.machine.lower()
+    machines = sorted(MACHINES.values(), key=lambda machine: machine.name.lower() != named)
+    plans = []
+    for machine in machines:
+        if not machine.gpus and verifier.bytes > LARGEST_ON_CPU:
+            continue
+        rates = measured if measured is None or machine is ran_on else transfer(measured, ran_on, machine)
+        plans.append(plan(settings, rates, machine, verifier=verifier, train_gpus=train_gpus))
+    return plans
+
+
+def _measured(settings: Settings, verifier: VerifierSize, ledger: Mapping[str, Any]) -> tuple[Rates, Machine]:
+    earlier = figures.mapping(figures.mapping(ledger.get("settings")).get("verifier")).get("model")
+    if earlier != settings.verifier.model:
+        raise MustFix(
+            f"The run measured verifier {earlier!r}, the plan is for {settings.verifier.model!r}",
+            where="--calibrate",
+            remedy="calibrate with a run of the same verifier",
+        )
+    ran_on = machine_of(ledger)
+    if ran_on is None:
+        raise MustFix(
+            "The run's machine is not in the table of machine types",
+            where="run.json, machine",
+            remedy=f"set rental.machine of such runs to one of {', '.join(found.name for found in MACHINES.values())}",
+        )
+    return calibrate(ledger, for_verifier(ran_on.rates, verifier)), ran_on
 
 
 def _price(settings: Settings, machine: Machine) -> float | None:
@@ -207,7 +252,12 @@ def samples_within(amount: float, settings: Settings, rates: Rates | None, machi
     return Range(affordable(small.high, large.high), affordable(small.low, large.low))
 
 
-def render_comparison(plans: Sequence[Plan]) -> RenderableType:
+def render_plans(plans: Sequence[Plan]) -> str:
+    """All machines in one table, then the first plan in full: what `plan` prints."""
+    return f"{render(comparison(plans))}\n\n{plans[0].render()}"
+
+
+def comparison(plans: Sequence[Plan]) -> RenderableType:
     """One line a machine: total time, cost, longest pole."""
     table = Table(box=box.SIMPLE_HEAD)
     for name, justify in (("machine", "left"), ("time", "right"), ("cost", "right"), ("longest pole", "left")):
@@ -366,7 +416,7 @@ def _assumptions(
 
 def _problems(settings: Settings, machine: Machine, verifier: VerifierSize) -> tuple[str, ...]:
     if not machine.gpus:
-        return ("no GPU for a verifier of this size",) if verifier.bytes > 20e9 else ()
+        return ("no GPU for a verifier of this size",) if verifier.bytes > LARGEST_ON_CPU else ()
     room = machine.gpus * machine.gpu_memory_gb * 1e9 * settings.verifier.gpu_memory_utilization
     if verifier.bytes > room:
         return (f"the verifier's {figures.bytes_text(verifier.bytes)} do not fit into {figures.bytes_text(room)} of GPU memory",)

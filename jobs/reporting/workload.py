@@ -102,7 +102,7 @@ KIMI_K25 = VerifierSize(
 # The shipped miniature, about; its own config.json is read where it is at hand (VerifierSize.read).
 TINY = VerifierSize("tiny", 10, 128, 4, 2048, 384, 8_000_000, 3e6)
 # Hub models whose config.json is not on this machine when `plan` runs.
-KNOWN_VERIFIERS = {"moonshotai/Kimi-K2.5": KIMI_K25}
+KNOWN_VERIFIERS = {"moonshotai/Kimi-K2.5": KIMI_K25, "tiny": TINY}
 
 
 @dataclass(frozen=True)
