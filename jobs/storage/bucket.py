@@ -1,0 +1,384 @@
+"""Publishing a folder to `s3://` or `file://`, and bringing it back.
+
+Decision: a publication is its manifest. Files go first, `manifest.json` last and only where none stands,
+so a reader, who begins with the manifest, never sees half a checkpoint; and the reader checks every
+sha256 and lets the folder appear by one rename, so it never leaves half a one either.
+
+Two heads cannot mix. Before the first file a publisher writes its claim (`publishing.json`: the sha256
+of its manifest) where none stands, and looks at it again before every file and before the manifest;
+another claim, or another manifest, is a MustFix. Servers that honour `If-None-Match: *` (AWS, R2,
+MinIO, moto) decide claim and manifest atomically. On servers that ignore it (rclone) the look before
+and after leaves a window of one request; a mix made in it is found by the reader's sha256.
+
+Nothing is sent twice that arrived: a file counts as there when its size and its sha256 agree (the
+object's metadata, our own upload record, or the bytes themselves in a folder), and a killed multipart
+upload goes on at its missing parts, so at most one part a thread is sent again.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from jobs.errors import Interrupted, MustFix, TryAgain
+from jobs.settings import PushSettings
+from jobs.storage.files import disk_full_named, fsync_folder, held, sha256_file, write_all, write_atomically
+from jobs.storage.folder import FolderDestination
+from jobs.storage.manifest import CLAIM, MANIFEST, FileEntry, Manifest, UploadState
+from jobs.storage.s3 import S3Destination
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+ShouldStop = Callable[[], bool]
+DOWNLOAD_ATTEMPTS = 5  # in a row without a single new byte
+
+
+class Destination(Protocol):
+    """What a publication needs of a place. Names are relative, with "/"."""
+
+    uri: str
+    exclusive: bool  # while `hold` lasts nobody else publishes here
+
+    def hold(self) -> contextlib.AbstractContextManager[None]: ...
+    def found(self, name: str) -> tuple[int, str | None] | None: ...  # (bytes, sha256 where known)
+    def holds(self, entry: FileEntry, state: UploadState) -> bool: ...  # exactly this content is there
+    def read(self, name: str, start: int = 0) -> Iterator[bytes]: ...
+    def read_small(self, name: str) -> bytes | None: ...
+    def write_small(self, name: str, data: bytes, *, only_if_absent: bool = False) -> bool: ...
+    def delete(self, name: str) -> None: ...
+    def upload(
+        self, entry: FileEntry, path: Path, state: UploadState, sent: Callable[[int], None], should_stop: ShouldStop
+    ) -> None: ...
+    def clean_up(self, entries: tuple[FileEntry, ...]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Published:
+    uri: str
+    manifest_sha256: str
+    files: int
+    bytes: int  # of all files, without the manifest
+    sent_bytes: int  # by this call: less where an earlier call had sent some already
+    seconds: float
+
+
+def destination(uri: str, settings: PushSettings) -> Destination:
+    """The place a URI names; a URI of another form is a MustFix."""
+    parts = urlsplit(uri)
+    if parts.scheme == "s3" and parts.netloc:
+        return S3Destination(uri.rstrip("/"), parts.netloc, uri.partition("://")[2].partition("/")[2], settings)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost") and len(parts.path) > 1:
+        return FolderDestination(uri, Path(unquote(parts.path)))
+    raise MustFix(
+        f"The destination {uri!r} is no address", where="push.uri", remedy="use s3://bucket/prefix or file:///folder"
+    )
+
+
+def publish(
+    folder: Path,
+    uri: str,
+    settings: PushSettings,
+    *,
+    state: Path | None,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = lambda: False,
+    replace: bool = False,
+) -> Published:
+    """Upload every file that `folder/manifest.json` names, the manifest last.
+
+    `state` is a JSON file of this run in which an interrupted upload is remembered (None: it starts anew).
+    Another head at `uri` is a MustFix, unless `replace`: then its manifest is taken away first. What stands
+    there already is not sent again. `should_stop` raises Interrupted between parts.
+    """
+    started = time.monotonic()
+    manifest = _local_manifest(Path(folder), should_stop)
+    place = destination(uri, settings)
+    upload_state = UploadState(state, uri)
+    report, counts = progress or (lambda done, total: None), {"done": 0, "sent": 0}
+
+    def arrived(size: int, *, sent: bool) -> None:
+        counts["done"] += size
+        counts["sent"] += size if sent else 0
+        report(counts["done"], manifest.bytes)
+
+    with place.hold():
+        standing = place.read_small(MANIFEST)
+        if standing is not None and standing != manifest.content:
+            if not replace:
+                raise _another_head(uri)
+            place.delete(MANIFEST)
+        _claim(place, manifest, upload_state)
+        for entry in manifest.files:
+            if should_stop():
+                raise Interrupted("The upload was stopped", where=uri, remedy="run the same command to go on")
+            if place.holds(entry, upload_state):
+                arrived(entry.bytes, sent=False)
+                continue
+            _require_claim(place, manifest)
+            before = counts["done"]
+            place.upload(
+                entry, Path(folder) / entry.name, upload_state, lambda size: arrived(size, sent=True), should_stop
+            )
+            arrived(before + entry.bytes - counts["done"], sent=False)  # parts an earlier call had sent
+            if settings.read_back:
+                _read_back(place, entry, upload_state)
+        _seal(place, manifest, upload_state)
+    seconds = time.monotonic() - started
+    return Published(uri, manifest.sha256, len(manifest.files), manifest.bytes, counts["sent"], seconds)
+
+
+def pull(
+    uri: str,
+    folder: Path,
+    settings: PushSettings,
+    *,
+    progress: Progress | None = None,
+    should_stop: ShouldStop = lambda: False,
+) -> dict:
+    """Bring a publication to `folder`, which appears whole or not at all; returns the parsed manifest.
+
+    Downloads into the hidden folder `.<name>.partial` beside it, which a later call goes on with. Every
+    file's sha256 is checked. A folder that already holds this publication is checked and left alone;
+    one that holds anything else is a MustFix, and so is a place without a manifest.
+    """
+    folder = Path(os.path.abspath(folder))
+    place = destination(uri, settings)
+    manifest = _remote_manifest(place)
+    if _already_there(folder, manifest):
+        return manifest.value
+    staging = folder.with_name(f".{folder.name}.partial")
+    with disk_full_named(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with held(folder.with_name(f".{folder.name}.lock"), what=f"the download to {folder}"):
+            _prepare_staging(staging, manifest)
+            done = 0
+            for entry in manifest.files:
+                _download(place, entry, staging, lambda size, base=done: _tell(progress, base + size, manifest), should_stop)
+                done += entry.bytes
+            write_atomically(staging / MANIFEST, manifest.content)
+            (staging / _WANTED).unlink()
+            for path in [staging, *(path for path in staging.rglob("*") if path.is_dir())]:
+                fsync_folder(path)
+            os.rename(staging, folder)  # replaces an empty folder, never one with files
+            fsync_folder(folder.parent)
+    folder.with_name(f".{folder.name}.lock").unlink(missing_ok=True)
+    return manifest.value
+
+
+def probe(uri: str, settings: PushSettings) -> None:
+    """Put, read, compare and delete a small object under the prefix: what preflight asks before money is spent.
+
+    MustFix: no credentials or wrong ones, no permission, no such bucket, an unwritable folder.
+    TryAgain: an endpoint that does not answer (known after a few seconds).
+    """
+    place = destination(uri, settings)
+    with place.hold():
+        name, data = f".probe-{uuid.uuid4().hex}", uuid.uuid4().bytes
+        place.write_small(name, data)
+        try:
+            if place.read_small(name) != data:
+                raise TryAgain("A test object came back changed", where=uri, remedy="check the endpoint")
+        finally:
+            place.delete(name)
+
+
+# -- publishing ----------------------------------------------------------------------------------------
+
+
+def _local_manifest(folder: Path, should_stop: ShouldStop) -> Manifest:
+    """The manifest, after every file it names was found with its size and sha256: damage is not published."""
+    manifest = Manifest.load(folder)
+    for entry in manifest.files:
+        path = folder / entry.name
+        if should_stop():
+            raise Interrupted("The upload was stopped", where=str(folder), remedy="run the same command to go on")
+        if not path.is_file():
+            what = "is missing"
+        elif path.stat().st_size != entry.bytes:
+            what = f"has {path.stat().st_size:,} bytes instead of {entry.bytes:,}"
+        elif sha256_file(path) != entry.sha256:
+            what = "has another sha256"
+        else:
+            continue
+        raise MustFix(f"{entry.name} {what} than its manifest says", where=str(folder), remedy="run the package stage again")
+    return manifest
+
+
+def _another_head(uri: str) -> MustFix:
+    return MustFix("Another head is published there", where=uri, remedy="choose another push.uri, or remove that one first")
+
+
+def _claim(place: Destination, manifest: Manifest, state: UploadState) -> None:
+    """Say in the destination what is being published, unless somebody else is publishing something else."""
+    ours = json.dumps(
+        {
+            "manifest_sha256": manifest.sha256,
+            "token": state.token,
+            "begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }
+    ).encode()
+    if place.write_small(CLAIM, ours, only_if_absent=True):
+        return _require_claim(place, manifest)
+    standing = _standing_claim(place)
+    if standing.get("manifest_sha256") == manifest.sha256:
+        return None
+    if place.exclusive or standing.get("token") == state.token:  # nobody else is there, or it was us
+        place.write_small(CLAIM, ours)
+    return _require_claim(place, manifest)
+
+
+def _standing_claim(place: Destination) -> dict:
+    try:
+        value = json.loads(place.read_small(CLAIM) or b"{}")
+    except ValueError:
+        value = {}
+    return value if isinstance(value, dict) else {}
+
+
+def _require_claim(place: Destination, manifest: Manifest) -> None:
+    standing = _standing_claim(place)
+    if standing.get("manifest_sha256") != manifest.sha256:
+        raise MustFix(
+            f"Another head's upload was begun there at {standing.get('begun', 'an unknown time')}",
+            where=place.uri,
+            remedy=f"let it end, choose another push.uri, or delete the object {CLAIM} there",
+        )
+
+
+def _read_back(place: Destination, entry: FileEntry, state: UploadState) -> None:
+    digest = hashlib.sha256()
+    for block in place.read(entry.name):
+        digest.update(block)
+    if digest.hexdigest() != entry.sha256:
+        state.forget(entry.name)
+        place.delete(entry.name)
+        raise TryAgain(f"{entry.name} came back with another sha256", where=place.uri, remedy="run the same command again")
+
+
+def _seal(place: Destination, manifest: Manifest, state: UploadState) -> None:
+    """Check that all of it is there and ours, put the manifest, take the claim away."""
+    _require_claim(place, manifest)
+    for entry in manifest.files:
+        found = place.found(entry.name)
+        if found is None or found[0] != entry.bytes or found[1] not in (None, entry.sha256):
+            state.forget(entry.name)
+            raise TryAgain(f"{entry.name} was changed by somebody else", where=place.uri, remedy="run the same command again")
+    place.write_small(MANIFEST, manifest.content, only_if_absent=True)
+    if place.read_small(MANIFEST) != manifest.content:
+        raise _another_head(place.uri)
+    place.delete(CLAIM)
+    place.clean_up(manifest.files)
+
+
+# -- pulling -------------------------------------------------------------------------------------------
+
+_WANTED = ".manifest.wanted"  # in the staging folder: what its files belong to
+
+
+def _tell(progress: Progress | None, done: int, manifest: Manifest) -> None:
+    if progress:
+        progress(done, manifest.bytes)
+
+
+def _remote_manifest(place: Destination) -> Manifest:
+    content = place.read_small(MANIFEST)
+    if content is not None:
+        return Manifest.parse(content, where=f"{place.uri}/{MANIFEST}")
+    if isinstance(place, S3Destination):
+        with place.hold():  # a missing bucket or wrong credentials are named as such
+            pass
+    if place.read_small(CLAIM) is not None:
+        raise MustFix(
+            "The publication there is not complete: its upload was begun and has no manifest yet",
+            where=place.uri,
+            remedy="let the upload end, or run the push again, then pull",
+        )
+    raise MustFix("Nothing is published there: no manifest.json", where=place.uri, remedy="check the address")
+
+
+def _already_there(folder: Path, manifest: Manifest) -> bool:
+    if not folder.exists():
+        return False
+    if os.path.ismount(folder):
+        raise MustFix("The folder is a mount point and cannot appear whole", where=str(folder), remedy="name a folder in it")
+    if not folder.is_dir():
+        raise MustFix("The destination of the download is a file", where=str(folder), remedy="name another folder")
+    if not any(folder.iterdir()):
+        return False
+    ours = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == manifest.content
+    if ours and all(
+        (folder / e.name).is_file() and sha256_file(folder / e.name) == e.sha256 for e in manifest.files
+    ):
+        return True
+    raise MustFix(
+        "The folder holds something else" if not ours else "The folder holds this publication, damaged",
+        where=str(folder),
+        remedy="name an empty folder, or remove it",
+    )
+
+
+def _prepare_staging(staging: Path, manifest: Manifest) -> None:
+    """Keep what an interrupted download of the same manifest left, remove that of another."""
+    wanted = staging / _WANTED
+    if staging.exists() and not (wanted.is_file() and wanted.read_bytes() == manifest.content):
+        for path in sorted(staging.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+    staging.mkdir(exist_ok=True)
+    write_atomically(wanted, manifest.content)
+
+
+def _download(
+    place: Destination, entry: FileEntry, staging: Path, report: Callable[[int], None], should_stop: ShouldStop
+) -> None:
+    """One file into the staging folder, continued where an earlier call stopped, under its name once verified."""
+    final = staging / entry.name
+    partial = final.with_name(final.name + ".partial")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    if final.exists():  # verified before it got this name
+        report(entry.bytes)
+        return
+    for _ in range(2):  # a second time from nothing: the part from an earlier call may have been damaged
+        _fetch_bytes(place, entry, partial, report, should_stop)
+        if sha256_file(partial) == entry.sha256:
+            os.replace(partial, final)
+            return
+        partial.unlink()
+    raise MustFix(
+        f"{entry.name} has another sha256 than its manifest says", where=place.uri, remedy="publish it again"
+    )
+
+
+def _fetch_bytes(
+    place: Destination, entry: FileEntry, partial: Path, report: Callable[[int], None], should_stop: ShouldStop
+) -> None:
+    """Append to `partial` until it has the file's bytes or the object ends; a broken connection is picked up again."""
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        have, failures = os.fstat(descriptor).st_size, 0
+        while have < entry.bytes:
+            start = have
+            try:
+                for block in place.read(entry.name, start):
+                    if should_stop():
+                        raise Interrupted("The download was stopped", where=place.uri, remedy="run the same command to go on")
+                    write_all(descriptor, block)
+                    have += len(block)
+                    report(min(have, entry.bytes))
+                break  # the object ended: its length and sha256 are judged by the caller
+            except Interrupted:
+                raise
+            except TryAgain:
+                failures = 0 if have > start else failures + 1
+                if failures >= DOWNLOAD_ATTEMPTS:
+                    raise
+                time.sleep(min(0.2 * 2**failures, 5.0))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

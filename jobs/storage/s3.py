@@ -1,0 +1,394 @@
+"""An `s3://` destination, through boto3's client alone.
+
+Decision: no boto3 transfer manager. `upload_file` cannot go on after a kill, and the CRT transfer
+client passes no endpoint_url on (uploads meant for another provider go to AWS), so multipart is
+spoken here: create, list_parts, upload_part, complete, with the upload's id kept in `UploadState`.
+
+- Parts have equal sizes (Cloudflare R2 demands it) and travel with Content-MD5: the one integrity
+  header every S3 server knows. boto3's newer CRC headers are off unless the settings ask for them
+  (`when_required`): they break R2, Ceph and OVH.
+- An ETag is never taken for a content hash (it is not one for multipart objects, nor under KMS): the
+  sha256 travels as metadata where the server keeps metadata, and stands in the manifest always.
+- `If-None-Match: *` is sent with the manifest; servers that ignore it (rclone) are covered by a GET
+  before and after.
+- Credentials come from boto3's chain only: environment, mounted file, instance role.
+"""
+
+import base64
+import contextlib
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.client import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    CredentialRetrievalError,
+    HTTPClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ProfileNotFound,
+)
+
+from jobs.errors import Interrupted, JobError, MustFix, TryAgain
+from jobs.settings import PushSettings
+from jobs.storage.manifest import FileEntry, UploadState
+
+MIB = 1 << 20
+LARGEST_PART_NUMBER = 10_000
+CONNECT_SECONDS, READ_SECONDS, ATTEMPTS = 5, 60, 4  # a dead endpoint is known after a few seconds
+_BLOCK = 1 << 20
+
+_WRONG_CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "401", "InvalidSecurity"}
+_NO_PERMISSION = {"AccessDenied", "403", "AllAccessDisabled", "AccountProblem", "Forbidden"}
+_ABSENT = {"NoSuchKey", "404", "NotFound"}
+_WRONG_REGION = {"PermanentRedirect", "301", "307", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+_NAME_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or mount a credentials file"
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _status(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def explained(error: Exception, uri: str) -> JobError:
+    """One sentence for what boto3 raised: 78 where a person must act, 75 where a new try may succeed."""
+    if isinstance(error, (NoCredentialsError, PartialCredentialsError, ProfileNotFound)):
+        return MustFix("There are no credentials for the bucket", where=uri, remedy=_NAME_CREDENTIALS)
+    if isinstance(error, (HTTPClientError, CredentialRetrievalError)):
+        return TryAgain(
+            f"The endpoint does not answer: {' '.join(str(error).split())}",
+            where=uri,
+            remedy="check push.endpoint_url and the network, then run the same command again",
+        )
+    if not isinstance(error, ClientError):
+        return MustFix(f"boto3 refuses the destination: {error}", where=uri, remedy="check push.uri and push.endpoint_url")
+    code, status = _code(error), _status(error)
+    if code == "NoSuchBucket":
+        return MustFix("The bucket does not exist", where=uri, remedy="create it, or correct push.uri")
+    if code in _WRONG_CREDENTIALS:
+        return MustFix(f"The endpoint refuses the credentials: {code}", where=uri, remedy=_NAME_CREDENTIALS)
+    if code in _NO_PERMISSION:
+        remedy = "the key needs s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload there"
+        return MustFix(f"The credentials have no permission: {code}", where=uri, remedy=remedy)
+    if code in _WRONG_REGION:
+        return MustFix(f"The bucket is in another region: {code}", where=uri, remedy="set push.region")
+    if code == "RequestTimeTooSkewed":
+        return MustFix("This machine's clock is wrong", where=uri, remedy="set the clock")
+    text = f"{error.operation_name} failed with {code or status}: {error.response.get('Error', {}).get('Message', '')}"
+    if status >= 500 or status == 429 or code in {"SlowDown", "RequestTimeout", "OperationAborted", "BadDigest"}:
+        return TryAgain(text, where=uri, remedy="run the same command again")
+    return MustFix(text, where=uri, remedy="check push.uri and the endpoint's log")
+
+
+def client_for(settings: PushSettings, uri: str) -> Any:
+    """A boto3 client that gives up on a dead endpoint after a few seconds."""
+    config = Config(
+        connect_timeout=CONNECT_SECONDS,
+        read_timeout=READ_SECONDS,
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+        max_pool_connections=settings.threads + 4,
+        request_checksum_calculation=settings.checksums,
+        response_checksum_validation=settings.checksums,
+        signature_version="s3v4",
+        s3={"addressing_style": "path" if settings.path_style else "auto"},
+    )
+    region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if region is None and settings.endpoint_url:
+        region = "us-east-1"  # what servers without regions sign with
+    try:
+        session = boto3.session.Session()
+        if session.get_credentials() is None:
+            raise NoCredentialsError()
+        return session.client("s3", endpoint_url=settings.endpoint_url, region_name=region, config=config)
+    except (BotoCoreError, ValueError) as error:
+        raise explained(error, uri) from None
+
+
+class S3Destination:
+    """Objects below a prefix of a bucket; see bucket.Destination for what the methods promise."""
+
+    exclusive = False
+
+    def __init__(self, uri: str, bucket: str, prefix: str, settings: PushSettings):
+        self.uri, self.bucket, self.settings = uri, bucket, settings
+        self.prefix = prefix.strip("/")
+        self.client = client_for(settings, uri)
+
+    def key(self, name: str) -> str:
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except (ClientError, BotoCoreError) as error:
+            raise explained(error, self.uri) from None
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """A bucket has no lock; the claim in it (see bucket.publish) does what can be done."""
+        self._require_bucket()
+        yield
+
+    def _require_bucket(self) -> None:
+        """A 404 of an object does not say whether the bucket is there, so ask for the bucket itself."""
+        try:
+            self.client.head_bucket(Bucket=self.bucket)
+        except ClientError as error:
+            if _code(error) in _ABSENT:
+                raise MustFix("The bucket does not exist", where=self.uri, remedy="create it, or correct push.uri") from None
+            if _code(error) in _NO_PERMISSION | {"400"}:
+                self._explain_bodyless_refusal()
+            raise explained(error, self.uri) from None
+        except BotoCoreError as error:
+            raise explained(error, self.uri) from None
+
+    def _explain_bodyless_refusal(self) -> None:
+        """HEAD has no body, so its 403 names no reason; a GET of the same bucket does."""
+        with self._explaining():
+            self.client.list_objects_v2(Bucket=self.bucket, Prefix=self.key(""), MaxKeys=1)
+
+    def found(self, name: str) -> tuple[int, str | None] | None:
+        """(bytes, sha256 from the metadata where the server kept it), or None."""
+        try:
+            head = self.client.head_object(Bucket=self.bucket, Key=self.key(name))
+        except ClientError as error:
+            if _code(error) in _ABSENT:
+                return None
+            raise explained(error, self.uri) from None
+        except BotoCoreError as error:
+            raise explained(error, self.uri) from None
+        return head["ContentLength"], head.get("Metadata", {}).get("sha256")
+
+    def holds(self, entry: FileEntry, state: UploadState) -> bool:
+        """Equal size alone proves nothing (every head of one shape has it): the metadata or our own record must agree."""
+        found = self.found(entry.name)
+        if found is None or found[0] != entry.bytes:
+            return False
+        return found[1] == entry.sha256 if found[1] else state.arrived(entry)
+
+    def read(self, name: str, start: int = 0) -> Iterator[bytes]:
+        try:
+            extra = {"Range": f"bytes={start}-"} if start else {}
+            body = self.client.get_object(Bucket=self.bucket, Key=self.key(name), **extra)["Body"]
+            with contextlib.closing(body):
+                yield from body.iter_chunks(_BLOCK)
+        except ClientError as error:
+            if _code(error) in _ABSENT:
+                raise MustFix(f"{name} is named in the manifest but missing", where=self.uri, remedy="publish again") from None
+            raise explained(error, self.uri) from None
+        except (BotoCoreError, OSError) as error:
+            raise TryAgain(
+                f"The download of {name} broke off: {error}", where=self.uri, remedy="run the same command again"
+            ) from None
+
+    def read_small(self, name: str) -> bytes | None:
+        try:
+            return self.client.get_object(Bucket=self.bucket, Key=self.key(name))["Body"].read()
+        except ClientError as error:
+            if _code(error) in _ABSENT:
+                return None
+            raise explained(error, self.uri) from None
+        except BotoCoreError as error:
+            raise explained(error, self.uri) from None
+
+    def write_small(self, name: str, data: bytes, *, only_if_absent: bool = False) -> bool:
+        """Put an object in one request; False where `only_if_absent` and something stands there already."""
+        extra = {"IfNoneMatch": "*"} if only_if_absent else {}
+        if only_if_absent and self.found(name) is not None:
+            return False
+        try:
+            self._put(name, data, hashlib.sha256(data).hexdigest(), **extra)
+        except ClientError as error:
+            if only_if_absent and _code(error) in {"PreconditionFailed", "412"}:
+                return False
+            if only_if_absent and _code(error) in {"NotImplemented", "501"}:
+                return self.write_small(name, data)
+            raise explained(error, self.uri) from None
+        except BotoCoreError as error:
+            raise explained(error, self.uri) from None
+        return True
+
+    def _put(self, name: str, data: bytes, sha256: str, **extra: str) -> None:
+        self.client.put_object(
+            Bucket=self.bucket, Key=self.key(name), Body=data, ContentMD5=_md5(data), Metadata={"sha256": sha256}, **extra
+        )
+
+    def delete(self, name: str) -> None:
+        with self._explaining():
+            self.client.delete_object(Bucket=self.bucket, Key=self.key(name))
+
+    def upload(
+        self,
+        entry: FileEntry,
+        path: Path,
+        state: UploadState,
+        sent: Callable[[int], None],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Send one file; a multipart upload that an earlier process began is continued at its missing parts."""
+        part_bytes = _part_bytes(entry.bytes, self.settings.part_mib)
+        with self._explaining():
+            if entry.bytes <= part_bytes:
+                self._abort_known(entry.name, state)
+                self._put(entry.name, path.read_bytes(), entry.sha256)
+                sent(entry.bytes)
+            else:
+                self._upload_parts(entry, path, part_bytes, state, sent, should_stop)
+        found = self.found(entry.name)
+        if found is None or found[0] != entry.bytes:
+            state.forget(entry.name)
+            size = "nothing" if found is None else f"{found[0]:,} bytes"
+            raise TryAgain(f"{entry.name} arrived as {size} instead of {entry.bytes:,} bytes", where=self.uri)
+        state.record(entry, done=True)
+
+    def _upload_parts(
+        self,
+        entry: FileEntry,
+        path: Path,
+        part_bytes: int,
+        state: UploadState,
+        sent: Callable[[int], None],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        for attempt in range(3):  # an upload can vanish: expired, or aborted by a lifecycle rule
+            upload_id, parts = self._continue_or_begin(entry, part_bytes, state)
+            try:
+                self._send_missing(entry, path, part_bytes, upload_id, parts, sent, should_stop)
+                self.client.complete_multipart_upload(
+                    Bucket=self.bucket,
+                    Key=self.key(entry.name),
+                    UploadId=upload_id,
+                    MultipartUpload={"Parts": [{"PartNumber": n, "ETag": parts[n]} for n in sorted(parts)]},
+                )
+                return
+            except ClientError as error:
+                if _code(error) not in {"NoSuchUpload", "InvalidPart", "ConditionalRequestConflict"} or attempt == 2:
+                    raise
+                # A complete whose answer was lost is repeated by botocore and finds its upload gone: it is done.
+                found = self.found(entry.name)
+                if _code(error) == "NoSuchUpload" and found == (entry.bytes, entry.sha256):
+                    return
+                state.forget(entry.name)
+
+    def _continue_or_begin(self, entry: FileEntry, part_bytes: int, state: UploadState) -> tuple[str, dict[int, str]]:
+        """(upload id, part number -> ETag of the parts that are there); parts of another content are given up."""
+        known = state.upload(entry.name)
+        if known.get("upload_id"):
+            if known.get("sha256") == entry.sha256 and known.get("part_bytes") == part_bytes:
+                parts = self._parts_there(entry, known["upload_id"], part_bytes)
+                if parts is not None:
+                    return known["upload_id"], parts
+            else:
+                self._abort(entry.name, known["upload_id"])
+        answer = self.client.create_multipart_upload(
+            Bucket=self.bucket, Key=self.key(entry.name), Metadata={"sha256": entry.sha256}
+        )
+        state.record(entry, part_bytes=part_bytes, upload_id=answer["UploadId"])
+        return answer["UploadId"], {}
+
+    def _parts_there(self, entry: FileEntry, upload_id: str, part_bytes: int) -> dict[int, str] | None:
+        parts: dict[int, str] = {}
+        try:
+            pages = self.client.get_paginator("list_parts").paginate(
+                Bucket=self.bucket, Key=self.key(entry.name), UploadId=upload_id
+            )
+            for part in (part for page in pages for part in page.get("Parts", [])):
+                if part["Size"] == _part_size(part["PartNumber"], entry.bytes, part_bytes):
+                    parts[part["PartNumber"]] = part["ETag"]
+        except ClientError as error:
+            if _code(error) in {"NoSuchUpload", *_ABSENT}:
+                return None
+            raise
+        return parts
+
+    def _send_missing(
+        self,
+        entry: FileEntry,
+        path: Path,
+        part_bytes: int,
+        upload_id: str,
+        parts: dict[int, str],
+        sent: Callable[[int], None],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Send the parts that are not in `parts`, `threads` at a time, and enter them there."""
+        failed = threading.Event()
+
+        def send(number: int) -> tuple[int, str, int]:
+            if failed.is_set():
+                raise Interrupted("The upload was stopped", where=self.uri, remedy="run the same command to go on")
+            if should_stop():
+                failed.set()
+                raise Interrupted("The upload was stopped", where=self.uri, remedy="run the same command to go on")
+            with open(path, "rb") as file:
+                data = os.pread(file.fileno(), _part_size(number, entry.bytes, part_bytes), (number - 1) * part_bytes)
+            answer = self.client.upload_part(
+                Bucket=self.bucket,
+                Key=self.key(entry.name),
+                UploadId=upload_id,
+                PartNumber=number,
+                Body=data,
+                ContentMD5=_md5(data),
+            )
+            return number, answer["ETag"], len(data)
+
+        count = -(-entry.bytes // part_bytes)
+        with ThreadPoolExecutor(self.settings.threads, thread_name_prefix="upload") as pool:
+            futures = [pool.submit(send, number) for number in range(1, count + 1) if number not in parts]
+            try:
+                for future in as_completed(futures):
+                    number, etag, size = future.result()
+                    parts[number] = etag
+                    sent(size)
+            except BaseException:
+                failed.set()
+                raise
+
+    def _abort_known(self, name: str, state: UploadState) -> None:
+        upload_id = state.upload(name).get("upload_id")
+        if upload_id:
+            self._abort(name, upload_id)
+
+    def _abort(self, name: str, upload_id: str) -> None:
+        try:
+            self.client.abort_multipart_upload(Bucket=self.bucket, Key=self.key(name), UploadId=upload_id)
+        except ClientError as error:
+            if _status(error) >= 500:
+                raise
+
+    def clean_up(self, entries: tuple[FileEntry, ...]) -> None:
+        """Abort what multipart uploads are left for our keys: parts cost money for ever, and completing one
+        would replace a published object. A server that cannot list them is left alone."""
+        keys = {self.key(entry.name) for entry in entries}
+        with contextlib.suppress(ClientError, BotoCoreError):
+            pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=self.key(""))
+            for upload in [upload for page in pages for upload in page.get("Uploads", [])]:
+                if upload["Key"] in keys:
+                    self.client.abort_multipart_upload(
+                        Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                    )
+
+
+def _md5(data: bytes) -> str:
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+
+
+def _part_bytes(size: int, part_mib: int) -> int:
+    """Bytes of a part: as set, or as many whole MiB more as 10,000 parts need."""
+    least = -(-size // LARGEST_PART_NUMBER)
+    return max(part_mib * MIB, -(-least // MIB) * MIB)
+
+
+def _part_size(number: int, size: int, part_bytes: int) -> int:
+    return min(part_bytes, size - (number - 1) * part_bytes)
