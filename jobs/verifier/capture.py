@@ -1,0 +1,386 @@
+"""The worker's side of generation: rows of hidden states go to disk from the process that has them.
+
+Decision: the states are outputs of the model's own forward, taken between the model runner's
+`execute_model` and the end of `sample_tokens` (`execute_model_state`). That is the one place where
+they exist in eager and compiled mode alike, belong to a known batch layout, and are exactly what
+vLLM would hand to an EAGLE-3 head. `compat` makes the runner put the taps out; this file only
+reads them. Nothing passes through the driver process.
+
+What is read from vLLM 0.16.0's `v1/worker/gpu_model_runner.py`, for whoever moves the pin:
+
+- `input_batch.req_ids[i]`, `query_start_loc.np[i:i+2]` and `input_batch.num_computed_tokens_cpu[i]`
+  say which rows of the flat batch belong to which request and at which position they start. They
+  are set in `_prepare_inputs` and stay until the next `execute_model`. Rows past
+  `total_num_scheduled_tokens` are padding of a CUDA graph.
+- `discard_request_mask.np[i]`: the request has more known tokens than this step computes (a chunk of
+  a prompt, or of a preempted request), so its sampled token is thrown away.
+- With speculation the last `d + 1` rows of a request are d drafts and the token before them; row j
+  of those is real only while drafts 0..j-1 were accepted. Later rows come again in the next step.
+- Graph outputs are weak references into a shared pool: they are copied on the compute stream here,
+  before the next launch, and go to the host on a side stream.
+- vLLM gives request ids a random suffix; the sample's own id travels in `SamplingParams.extra_args`.
+"""
+
+import contextlib
+import errno
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jobs.errors import EXIT_MUST_FIX, EXIT_TRY_AGAIN, JobError, MustFix, TryAgain
+from jobs.storage.states import StateGap, StateLayout, StateWriter
+
+SAMPLE_KEY = "eagle3_sample"  # extra_args: id of the sample the request's rows belong to
+LAST_TOKEN_KEY = "eagle3_last_token"  # extra_args of a prefill: the token after the fed ones
+# Steps between the compute stream and the disk. When the disk is slower the worker waits here, so
+# memory stays bounded: at most this many steps of max_num_batched_tokens rows each.
+STEPS_IN_FLIGHT = 4
+# Rows whose logits are formed at once where they have to be formed again: 256 x 163,840 fp32 = 168 MB.
+LOGIT_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows `first_row .. first_row+rows-1` of a step: positions `position ..` of one sample."""
+
+    sample: str
+    first_row: int
+    rows: int
+    position: int
+    request: int  # index in the batch
+    drafts: int  # drafted tokens among the rows, the last ones
+    sampled: bool  # the token sampled after these rows is kept
+
+
+@dataclass
+class Step:
+    """What one forward pass leaves, on its way to the writer."""
+
+    spans: list[Span]
+    taps: torch.Tensor  # [R, T, H]
+    final: torch.Tensor  # [R, H]
+    logprob: torch.Tensor  # [R] fp32, NaN where not known from a prefill
+    sampled_logprob: torch.Tensor | None  # [B, 1 + drafts] fp32
+    sampled_ids: torch.Tensor  # [B, 1 + drafts], -1 after a rejection
+    ready: torch.cuda.Event | None = None
+
+    def to_host(self, stream: "torch.cuda.Stream | None") -> "Step":
+        """The step in host memory; on a GPU by a copy on `stream`, complete when `ready` is."""
+        if stream is None:
+            return self
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for name in ("taps", "final", "logprob", "sampled_logprob", "sampled_ids"):
+                tensor = getattr(self, name)
+                if tensor is not None:
+                    # PyTorch's pinned allocator recycles these blocks, which makes the ring.
+                    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                    host.copy_(tensor, non_blocking=True)
+                    tensor.record_stream(stream)
+                    setattr(self, name, host)
+            self.ready = torch.cuda.Event()
+            self.ready.record(stream)
+        return self
+
+
+class Capture:
+    """Reads the runner's steps and feeds one store. Every tensor-parallel rank has one, rank 0 writes."""
+
+    def __init__(self, runner: Any):
+        self.runner = runner
+        self.tap_ids: tuple[int, ...] = ()
+        self.keep: list[int] = []
+        self.sink: StoreThread | None = None
+        self.is_open = False
+        self._state: Any = None
+        device = runner.device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._sample_tokens, self._sample = runner.sample_tokens, runner._sample
+        runner.sample_tokens, runner._sample = self._around_sample_tokens, self._around_sample
+
+    def open(self, tap_ids: Sequence[int], keep: Sequence[int], sink: "StoreThread | None") -> None:
+        """Start capturing: `tap_ids` is what the model puts out, `keep` what the store wants."""
+        self.tap_ids = tuple(tap_ids)
+        self.keep = [self.tap_ids.index(tap) for tap in keep]
+        self.sink, self.is_open = sink, True
+
+    def _around_sample_tokens(self, grammar_output: Any) -> Any:
+        state = self.runner.execute_model_state
+        if state is None:
+            return self._sample_tokens(grammar_output)
+        self._state = state
+        with self._discarded_generators_hidden():
+            return self._sample_tokens(grammar_output)
+
+    @contextlib.contextmanager
+    def _discarded_generators_hidden(self) -> Any:
+        """Keep `_bookkeeping_sync` from rewinding the generators of discarded samples.
+
+        Generators are seeded anew for every position, so there is nothing to rewind, and the
+        rewind raises on CPU (`CPU Generator does not use offset`).
+        """
+        self._hidden: dict[int, torch.Generator] = {}
+        try:
+            yield
+        finally:
+            self.runner.input_batch.generators.update(self._hidden)
+
+    def _around_sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        batch, runner = self.runner.input_batch, self.runner
+        for index, generator in batch.generators.items():
+            seed = runner.requests[batch.req_ids[index]].sampling_params.seed
+            generator.manual_seed(seed_at(seed, int(runner.seq_lens.np[index])))
+        output = self._sample(logits, spec_decode_metadata)
+        for index in runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0]:
+            if int(index) in batch.generators:
+                self._hidden[int(index)] = batch.generators.pop(int(index))
+        state, self._state = self._state, None
+        if self.is_open:
+            with torch.inference_mode():
+                step = self._read(state, output)
+            if step is not None and self.sink is not None:
+                self.sink.put(step.to_host(self._side))
+        # The rows carry the log-probabilities; sending them to the driver as well would cost more than the copy.
+        output.logprobs_tensors = None
+        return output
+
+    def _read(self, state: Any, output: Any) -> Step | None:
+        spans = self._spans(state.scheduler_output)
+        if not spans:
+            return None
+        # With a drafter the model puts out the union of its taps and ours (compat.aux_capture).
+        places = self.runner.eagle3_job_capture_places
+        rows = state.scheduler_output.total_num_scheduled_tokens
+        logprob = self._known_logprobs(spans, state.hidden_states, rows)  # [R]
+        if self.sink is None:  # ranks other than 0 only take part in the logits' all-gather
+            return None
+        tensors = output.logprobs_tensors
+        sampled = output.sampled_token_ids  # [B, 1 + drafts]
+        return Step(
+            spans=spans,
+            taps=torch.stack([state.aux_hidden_states[places[k]][:rows] for k in self.keep], dim=1),  # [R, T, H]
+            final=state.hidden_states[:rows].clone(),  # [R, H]
+            logprob=logprob,
+            sampled_logprob=None if tensors is None else tensors.logprobs[:, 0].reshape(sampled.shape).float().clone(),
+            sampled_ids=sampled.clone(),
+        )
+
+    def _spans(self, scheduler_output: Any) -> list[Span]:
+        runner, batch = self.runner, self.runner.input_batch
+        starts, spans = runner.query_start_loc.np, []
+        for index, request in enumerate(batch.req_ids[: batch.num_reqs]):
+            sample = (runner.requests[request].sampling_params.extra_args or {}).get(SAMPLE_KEY)
+            if sample is not None:
+                first, end = int(starts[index]), int(starts[index + 1])
+                spans.append(
+                    Span(
+                        sample, first, end - first, int(batch.num_computed_tokens_cpu[index]), index,
+                        drafts=len(scheduler_output.scheduled_spec_decode_tokens.get(request, ())),
+                        sampled=not runner.discard_request_mask.np[index],
+                    )
+                )  # fmt: skip
+        return spans
+
+    def _known_logprobs(self, spans: list[Span], hidden: torch.Tensor, rows: int) -> torch.Tensor:
+        """[R] fp32: log-probability of the next token where it was known before this step, else NaN.
+
+        These are the rows of a prefill over an existing response, and response rows that a
+        preempted request computes again. Their logits are formed here from the rows themselves.
+        """
+        result = torch.full((rows,), float("nan"), device=hidden.device)  # [R]
+        index: list[int] = []
+        tokens: list[int] = []
+        for span in spans:
+            request = self.runner.requests[self.runner.input_batch.req_ids[span.request]]
+            last_token = request.sampling_params.extra_args.get(LAST_TOKEN_KEY)
+            end = span.position + span.rows
+            if last_token is None:
+                begin, stop = max(span.position, request.num_prompt_tokens - 1), end - (1 + span.drafts if span.sampled else 0)
+            else:
+                begin, stop = span.position, end
+            if begin >= stop:
+                continue
+            following = self.runner.input_batch.token_ids_cpu[span.request, begin + 1 : stop + 1].tolist()
+            if last_token is not None and stop == request.num_prompt_tokens:
+                following[-1] = last_token
+            index += range(span.first_row + begin - span.position, span.first_row + stop - span.position)
+            tokens += following
+        for at in range(0, len(index), LOGIT_ROWS):
+            where = torch.tensor(index[at : at + LOGIT_ROWS], device=hidden.device)
+            token = torch.tensor(tokens[at : at + LOGIT_ROWS], device=hidden.device)
+            logits = self.runner.model.compute_logits(hidden[where])  # [r, V]
+            result[where] = logits.log_softmax(dim=-1, dtype=torch.float32).gather(1, token[:, None])[:, 0]
+        return result
+
+
+class StoreThread:
+    """A thread that writes one state store; `put`, `finish` and `discard` are handled in their order."""
+
+    def __init__(self, writer: StateWriter):
+        self.writer = writer
+        self.failure: BaseException | None = None
+        self._done: dict[str, str | None] = {}
+        self._closed: set[str] = set()
+        self._lock = threading.Lock()
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(STEPS_IN_FLIGHT)
+        self._thread = threading.Thread(target=self._loop, name="state-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, step: Step) -> None:
+        self._queue.put(lambda: self._write(step))
+
+    def finish(self, samples: Sequence[tuple[str, int]], wait: bool) -> dict[str, str | None]:
+        """Ask for `samples` (id, tokens) to be made durable; returns {id: None or why it is dropped}.
+
+        Of this and earlier calls those are returned that are done by now; with `wait`, all of them.
+        """
+        if samples:
+            self._queue.put(lambda: self._finish(samples))
+        if wait:
+            self._queue.join()
+        with self._lock:
+            done, self._done = self._done, {}
+        return done
+
+    def discard(self, samples: Sequence[str]) -> None:
+        self._queue.put(lambda: self._discard(samples))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        self.writer.close()
+
+    def _loop(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                if self.failure is None:
+                    work()
+            except BaseException as error:  # noqa: BLE001  it is raised in the driver, see `failure`
+                self.failure = error
+            finally:
+                self._queue.task_done()
+        self._queue.task_done()
+
+    def _write(self, step: Step) -> None:
+        if step.ready is not None:
+            step.ready.synchronize()
+        for span in step.spans:
+            if span.sample in self._closed:  # a step that was in flight when the request stopped
+                continue
+            rows = span.rows
+            if span.drafts:
+                accepted = int((step.sampled_ids[span.request] >= 0).sum()) - 1
+                rows -= span.drafts - max(accepted, 0)
+            part = slice(span.first_row, span.first_row + rows)
+            logprob = step.logprob[part].clone()  # [r]
+            if span.sampled and step.sampled_logprob is not None:
+                first = span.rows - 1 - span.drafts
+                unknown = logprob[first:].isnan()  # a prefill knows the true next token, not the sampled one
+                logprob[first:][unknown] = step.sampled_logprob[span.request, : rows - first][unknown]
+            self.writer.append(span.sample, span.position, step.taps[part], step.final[part], logprob)
+
+    def _finish(self, samples: Sequence[tuple[str, int]]) -> None:
+        done: dict[str, str | None] = {}
+        for sample, tokens in samples:
+            self._closed.add(sample)
+            try:
+                self.writer.finish(sample, tokens)
+                done[sample] = None
+            except StateGap as gap:
+                self.writer.discard(sample)
+                done[sample] = gap.sentence()
+        self.writer.sync()
+        with self._lock:
+            self._done.update(done)
+
+    def _discard(self, samples: Sequence[str]) -> None:
+        for sample in samples:
+            self._closed.add(sample)
+            self.writer.discard(sample)
+
+
+class CaptureExtension:
+    """Methods vLLM adds to its worker class (`worker_extension_cls`), called by `collective_rpc`.
+
+    Arguments and results are plain values: they cross process borders under tensor parallelism.
+    An error is returned, not raised: vLLM would turn it into text.
+    """
+
+    def capture_open(self, folder: str, layout: dict, tap_ids: list[int], shard_bytes: int, extent_rows: int) -> dict | None:
+        """Open (or recover) the store in `folder` and capture into it from the next step on."""
+        try:
+            self.capture_close()
+            if not hasattr(self, "_capture"):
+                self._capture = Capture(self.model_runner)
+            layout = StateLayout(**(layout | {"taps": tuple(layout["taps"])}))
+            sink = None
+            if _writes():
+                sink = StoreThread(StateWriter(Path(folder), layout, shard_bytes=shard_bytes, extent_rows=extent_rows))
+            self._capture.open(tap_ids, layout.taps, sink)
+        except (JobError, OSError) as error:
+            return describe(error)
+        return None
+
+    def capture_finish(self, samples: list[tuple[str, int]], wait: bool) -> dict | None:
+        """{"done": {sample: None or reason}, "failure": None or description}; None on ranks that do not write."""
+        sink = self._capture.sink
+        if sink is None:
+            return None
+        done = sink.finish([(sample, tokens) for sample, tokens in samples], wait)
+        return {"done": done, "failure": None if sink.failure is None else describe(sink.failure)}
+
+    def capture_discard(self, samples: list[str]) -> None:
+        if self._capture.sink is not None:
+            self._capture.sink.discard(samples)
+
+    def capture_close(self) -> None:
+        capture = getattr(self, "_capture", None)
+        if capture is not None and capture.is_open:
+            capture.is_open = False
+            if capture.sink is not None:
+                capture.sink.close()
+                capture.sink = None
+
+
+def _writes() -> bool:
+    """Hidden states are whole on every tensor-parallel rank: the first one writes them."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank() == 0
+
+
+def seed_at(seed: int, position: int) -> int:
+    """A 63-bit seed for the token at `position` of a request seeded with `seed` (splitmix64).
+
+    Seeding every position anew makes an answer independent of chunks, preemption and neighbours in
+    the batch, which consume random numbers that are thrown away.
+    """
+    mask = (1 << 64) - 1
+    value = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return (value ^ (value >> 31)) >> 1
+
+
+def describe(error: BaseException) -> dict:
+    """An exception as plain values for the way to the driver; `rebuild` makes it one again."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        error = MustFix(
+            "The disk is full, hidden states cannot be written", where=str(error.filename or "the state store"),
+            remedy="free space there and run the same command again, nothing finished is lost",
+        )  # fmt: skip
+    if isinstance(error, JobError):
+        return {"exit_code": error.exit_code, "message": error.message, "where": error.where, "remedy": error.remedy}
+    return {"exit_code": None, "message": f"{type(error).__name__}: {error}", "where": None, "remedy": None}
+
+
+def rebuild(failure: dict) -> Exception:
+    if failure["exit_code"] is None:
+        return RuntimeError(f"the writer of the hidden states failed: {failure['message']}")
+    kind = {EXIT_MUST_FIX: MustFix, EXIT_TRY_AGAIN: TryAgain}.get(failure["exit_code"], JobError)
+    return kind(failure["message"], where=failure["where"], remedy=failure["remedy"])

@@ -1,0 +1,407 @@
+"""The driver's side of the verifier: one vLLM engine start, kept full, its answers handed out at once.
+
+Decision: `vllm.LLM`'s engine is driven step by step (`add_request`, `step`) instead of through
+`LLM.generate`. So a finished answer is committed while the others are still decoded, the next turn
+of a conversation joins the running batch, and a kill loses only what is in flight. The states
+never pass through here: the worker writes them (jobs/verifier/capture.py) and is only asked, by one
+`collective_rpc` a step at most, to make finished samples durable. The engine does not wait for the
+disk: a sample finished in one step is handed out in a later one, when its rows are fsynced.
+
+Prefix caching is off: a cached prefix is not computed, so it has no rows.
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jobs.errors import EXIT_TRY_AGAIN, Interrupted, JobError, MustFix, TryAgain
+from jobs.settings import StatesSettings, VerifierSettings
+from jobs.storage.states import StateLayout
+from jobs.verifier.capture import LAST_TOKEN_KEY, SAMPLE_KEY, rebuild
+from jobs.verifier.facts import VerifierFacts
+
+__all__ = ["Finished", "Request", "VerifierEngine", "VerifierFacts"]
+
+# Requests given to the engine beyond those it decodes, so that a freed place is taken in the same step.
+WAITING_SHARE = 0.25
+# Seconds between two looks at the number of tokens, for the watchdog and the display.
+COUNT_EVERY = 0.5
+# A hung C call ignores signals: after this many more seconds the process ends itself.
+HARD_EXIT_AFTER = 60
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence: a prompt to answer, or with `response_token_ids` an existing answer to prefill."""
+
+    id: str
+    prompt_token_ids: list[int]
+    max_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    response_token_ids: list[int] | None = None
+    note: Any = None  # carried through to Finished untouched
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An answer with its states durable (`dropped` is None), or the reason why it is dropped."""
+
+    request: Request
+    response_token_ids: list[int]  # the engine's own ids, the stop id kept
+    finish_reason: str  # "stop" | "length"
+    dropped: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.response_token_ids)
+
+
+class VerifierEngine:
+    """One engine start of the verifier in `model`, with the states at `capture_taps` put out by its forward.
+
+    seed: for what is not seeded by a request. engine_arguments: further arguments of `vllm.LLM`
+    (the tests force preemption with `num_gpu_blocks_override`). Raises MustFix for what cannot be
+    loaded on this machine, TryAgain for an engine that did not start otherwise.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        settings: VerifierSettings,
+        *,
+        seed: int,
+        capture_taps: tuple[int, ...] = (),
+        engine_arguments: dict[str, Any] | None = None,
+    ):
+        self.model, self.settings, self.capture_taps = Path(model), settings, tuple(sorted(capture_taps))
+        self.facts = VerifierFacts.read(self.model)
+        self.tokens = 0  # decoded by this engine so far, running answers included
+        self._open = False
+        self._running: dict[str, Request] = {}
+        arguments = _arguments(self.model, settings, self.facts, seed, self.capture_taps) | (engine_arguments or {})
+        if arguments["dtype"] not in ("bfloat16", "float32"):
+            raise MustFix(
+                f"The verifier cannot run in {arguments['dtype']}: vLLM rescales DeepSeek's residual in it, and the taps with it",
+                where="verifier.dtype", remedy="use bfloat16",
+            )  # fmt: skip
+        prepare_environment(settings)
+        self._llm = _start(arguments, self.model)
+
+    # ------------------------------------------------------------------ the store
+
+    def open_store(self, folder: Path, layout: StateLayout, states: StatesSettings) -> None:
+        """Write states into `folder` from now on (`layout.taps` of `capture_taps`); an earlier store is closed."""
+        missing = set(layout.taps) - set(self.capture_taps)
+        if missing:
+            raise MustFix(f"The engine does not put out tap {min(missing)}", where="verifier.taps", remedy="start it with these taps")
+        for failure in self._rpc(
+            "capture_open",
+            str(folder),
+            dataclasses.asdict(layout) | {"taps": list(layout.taps)},
+            list(self.capture_taps),
+            states.shard_mib << 20,
+            states.extent_rows,
+        ):
+            if failure:
+                raise rebuild(failure)
+        self._open = True
+
+    def close_store(self) -> None:
+        if self._open:
+            self._open = False
+            self._rpc("capture_close")
+
+    def discard(self, samples: Iterable[str]) -> None:
+        """Forget the rows of samples that will not be committed, and stop those still being decoded."""
+        samples = list(samples)
+        if running := [sample for sample in samples if self._running.pop(sample, None)]:
+            self._llm.llm_engine.abort_request(running)
+        if samples and self._open:
+            self._rpc("capture_discard", samples)
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Finished], Iterable[Request]],
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Answer every request; returns when all are handed to `on_finished`.
+
+        The iterable is read only as fast as there is room. `on_finished` is called once a sequence,
+        in the order in which they become durable, and may return follow-ups (they go first).
+        Raises Interrupted after `should_stop`, with everything finished handed out; TryAgain when
+        the engine fails or gives no token for `verifier.stall_seconds`; whatever the writer failed with.
+        """
+        source, backlog = iter(requests), deque[Request]()
+        durable_soon: dict[str, Finished] = {}
+        with Watchdog(self.settings.stall_seconds, lambda: self.tokens) as watchdog, self._as_try_again(should_stop):
+            while True:
+                stopping = should_stop()
+                if not stopping:
+                    self._fill(source, backlog)
+                fresh = self._step() if self._running and not stopping else []
+                watchdog.look()
+                durable_soon |= {finished.request.id: finished for finished in fresh}
+                idle = stopping or not self._running
+                for finished in self._settle(fresh, durable_soon, wait=idle):
+                    backlog.extend(on_finished(finished))
+                if stopping:
+                    raise Interrupted("Stopped while the verifier was answering", remedy="run the same command again to continue")
+                if idle and not durable_soon and not backlog and not self._fill(source, backlog):
+                    return
+
+    def _fill(self, source: Iterator[Request], backlog: deque[Request]) -> bool:
+        """Give the engine requests until it is full; False if there was none left."""
+        places = self.settings.max_num_seqs
+        while len(self._running) < places + max(1, int(places * WAITING_SHARE)):
+            request = backlog.popleft() if backlog else next(source, None)
+            if request is None:
+                break
+            self._add(request)
+        return bool(self._running)
+
+    def _add(self, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        prefill = request.response_token_ids is not None
+        tokens = request.prompt_token_ids + (request.response_token_ids or [])
+        extra = {SAMPLE_KEY: request.id} if self._open else {}
+        if prefill:
+            extra[LAST_TOKEN_KEY] = tokens[-1]
+        parameters = SamplingParams(
+            max_tokens=1 if prefill else request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed if request.temperature > 0 else None,
+            stop_token_ids=list(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
+            # The engine computes its raw log-probability of the sampled token; the worker keeps it.
+            logprobs=0 if self._open and not prefill else None,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=extra,
+        )
+        # The last token of an existing answer is never fed back, as in decoding.
+        fed = tokens[:-1] if prefill else tokens
+        self._llm.llm_engine.add_request(request.id, {"prompt_token_ids": fed}, parameters)
+        self._running[request.id] = request
+
+    def _step(self) -> list[Finished]:
+        """One step of the engine; the sequences that ended in it."""
+        finished = []
+        for output in self._llm.llm_engine.step():
+            if not output.finished or output.request_id not in self._running:
+                continue
+            request = self._running.pop(output.request_id)
+            answer = output.outputs[0]
+            self._ended_tokens += len(answer.token_ids)
+            if request.response_token_ids is not None:
+                finished.append(Finished(request, request.response_token_ids, "prefill"))
+            else:
+                finished.append(Finished(request, list(answer.token_ids), answer.finish_reason or "abort"))
+        self._count_tokens()
+        return finished
+
+    def _settle(self, fresh: list[Finished], durable_soon: dict[str, Finished], *, wait: bool) -> list[Finished]:
+        """Those of `durable_soon` whose rows are on disk by now; `fresh` are asked for."""
+        if not durable_soon:
+            return []
+        if not self._open:
+            settled, _ = list(durable_soon.values()), durable_soon.clear()
+            return settled
+        replies = self._rpc("capture_finish", [(item.request.id, item.tokens) for item in fresh], wait)
+        reply = next(reply for reply in replies if reply is not None)
+        settled = []
+        for sample, reason in reply["done"].items():
+            if sample in durable_soon:
+                settled.append(dataclasses.replace(durable_soon.pop(sample), dropped=reason))
+        if reply["failure"]:
+            raise rebuild(reply["failure"])
+        return settled
+
+    _ended_tokens = 0
+    _counted_at = 0.0
+
+    def _count_tokens(self) -> None:
+        """Bring `tokens` up to date. Outputs are reported at the end of an answer only, which spares
+        the driver an object a token; the running ones are looked up in vLLM's output processor."""
+        now = time.monotonic()
+        if now - self._counted_at >= COUNT_EVERY or not self._running:
+            self._counted_at = now
+            states = self._llm.llm_engine.output_processor.request_states.values()
+            self.tokens = self._ended_tokens + sum(len(state.detokenizer.output_token_ids) for state in states)
+
+    def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        return self._llm.llm_engine.collective_rpc(method, args=arguments)
+
+    @contextlib.contextmanager
+    def _as_try_again(self, should_stop: Callable[[], bool]) -> Iterator[None]:
+        """What vLLM raises while it runs is a dead worker or a failing device: the run may be continued."""
+        try:
+            yield
+        except TryAgain as error:
+            self._abandon(answers=isinstance(error, Interrupted))
+            raise
+        except (JobError, OSError):
+            self._abandon(answers=True)
+            raise
+        except Exception as error:
+            self._abandon(answers=False)
+            if should_stop():  # Ctrl-C reaches the workers too, and they are gone first
+                raise Interrupted("Stopped while the verifier was answering", remedy="run the same command again to continue") from error
+            raise TryAgain(
+                f"The verifier engine failed: {type(error).__name__}: {str(error) or 'no message'}", where=str(self.model),
+                remedy="run the same command again, finished answers are kept",
+            ) from error  # fmt: skip
+
+    def _abandon(self, *, answers: bool) -> None:
+        """Drop what is in flight, so that the engine can be closed; one that does not answer is not asked."""
+        if answers:
+            with contextlib.suppress(Exception):
+                self.discard(list(self._running))
+        self._open = self._open and answers
+        self._running.clear()
+
+    def close(self) -> None:
+        """Close the store, end every process of the engine and give its memory back."""
+        if self._llm is None:
+            return
+        with contextlib.suppress(Exception):
+            self.close_store()
+        core, self._llm = self._llm.llm_engine.engine_core, None
+        core.shutdown()
+        del core
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+
+def prepare_environment(settings: VerifierSettings) -> None:
+    """What vLLM reads from the environment; must be set before it is imported. A value already there wins."""
+    import torch
+
+    defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if not torch.cuda.is_available():
+        defaults |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # 6 s to load instead of 48
+            "VLLM_MLA_DISABLE": "1",  # MLA is not implemented on CPU
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(settings.kv_cache_gib or 1))),
+        }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _arguments(model: Path, settings: VerifierSettings, facts: VerifierFacts, seed: int, taps: tuple[int, ...]) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": settings.dtype,
+        "trust_remote_code": settings.trust_remote_code,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "enable_expert_parallel": settings.expert_parallel,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enforce_eager": settings.enforce_eager,
+        "enable_prefix_caching": False,
+        "seed": seed,
+        "disable_log_stats": True,
+        "worker_extension_cls": "jobs.verifier.capture.CaptureExtension",
+        # Part of vLLM's compile-cache key, which otherwise does not contain the taps.
+        "additional_config": {"eagle3_job_taps": list(taps)},
+    }
+    if facts.architecture == "KimiK25ForConditionalGeneration":
+        # Text only; else start-up profiling feeds the vision tower 3000 x 3000 images.
+        arguments["limit_mm_per_prompt"] = {"vision_chunk": 0}
+    return arguments
+
+
+def _start(arguments: dict[str, Any], model: Path) -> Any:
+    import torch
+    from vllm import LLM
+
+    try:
+        return LLM(**arguments)
+    except JobError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise MustFix(
+            f"The verifier does not fit: {str(error).splitlines()[0]}", where=str(model),
+            remedy="use more GPUs (verifier.tensor_parallel_size) or a smaller verifier.max_model_len",
+        ) from error  # fmt: skip
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        raise MustFix(f"vLLM refuses the verifier: {error}", where=str(model), remedy="correct the settings under [verifier]") from error
+    except Exception as error:
+        raise TryAgain(
+            f"The verifier engine did not start: {type(error).__name__}: {error}", where=str(model), remedy="run the same command again"
+        ) from error  # fmt: skip
+
+
+@dataclass
+class Watchdog:
+    """Ends a run whose engine gives no token for `seconds`: nobody pays for eight GPUs that hang.
+
+    `look` notes progress from the loop. If none came in time, a thread interrupts the main thread
+    by a signal whose handler raises TryAgain; where even that is not delivered (a hung C call) the
+    process ends with exit code 75 after HARD_EXIT_AFTER more seconds: what is committed is safe.
+    """
+
+    seconds: float
+    count: Callable[[], int]
+    hard_exit_after: float = HARD_EXIT_AFTER
+    _last: int = -1
+    _moved: float = 0.0
+    _end: threading.Event = field(default_factory=threading.Event)
+    _previous: Any = None
+
+    def look(self) -> None:
+        tokens = self.count()
+        if tokens != self._last:
+            self._last, self._moved = tokens, time.monotonic()
+
+    def __enter__(self) -> "Watchdog":
+        self._moved = time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGALRM, self._raise)
+            threading.Thread(target=self._watch, name="stall-watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._previous is not None:
+            signal.signal(signal.SIGALRM, self._previous)
+
+    def _watch(self) -> None:
+        while not self._end.wait(min(1.0, self.seconds / 4)):
+            if time.monotonic() - self._moved > self.seconds:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+                if not self._end.wait(self.hard_exit_after):
+                    print(self._error().sentence(), file=sys.stderr, flush=True)
+                    os._exit(EXIT_TRY_AGAIN)
+
+    def _error(self) -> TryAgain:
+        return TryAgain(
+            f"The verifier engine gave no token for {self.seconds:g} s", where="verifier.stall_seconds",
+            remedy="run the same command again, finished answers are kept",
+        )  # fmt: skip
+
+    def _raise(self, *_: object) -> None:
+        if not self._end.is_set():
+            raise self._error()
