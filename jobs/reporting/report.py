@@ -1,0 +1,379 @@
+"""One `report.html` of a run, for a person: the verdict first, then what stands behind it.
+
+Self-contained by decision: no script, no font, no image, nothing fetched. It is opened years later from
+a bucket, on a phone, offline. Every figure is a `<data>` element that carries its exact value and where
+it was read (`run.json#/stages/train/seconds`, a JSON pointer), so that a number can be traced to the
+ledger and a test can hold the page to it. Nothing is required: a run that died in its first stage gets
+a page too, and that is when it is needed most. All text is escaped; file names, notes and errors come
+from outside.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from jobs.errors import MustFix
+from jobs.reporting import charts, figures
+from jobs.reporting.figures import mapping, number
+from jobs.storage.files import write_atomically
+
+EVENTS_SHOWN = 60
+SPECULATION_LIMIT = 4  # axis of acceptance with the usual 3 drafted tokens
+VERDICTS = {
+    "done": ("Done", "good"),
+    "no_go": ("No go", "warn"),
+    "failed": ("Failed", "bad"),
+    "interrupted": ("Interrupted", "warn"),
+    "running": ("Not finished", "warn"),
+}
+CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+:[^/@\s]+@")
+
+
+class RunFiles:
+    """The files of a run as far as they can be read; what cannot be is said on the page."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.problems: list[str] = []
+        self.run = self._object("run.json", expected=True)
+        self.baseline = self._object("baseline.json")
+        self.evaluation = self._object("evaluation.json")
+        self.events = self._lines("events.jsonl")
+        self.training = self._lines("train.jsonl")
+
+    def _object(self, name: str, expected: bool = False) -> dict[str, Any]:
+        file = self.path / name
+        try:
+            return mapping(json.loads(file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            if expected:
+                self.problems.append(f"{name} is not there: the run stopped before its ledger was written")
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{name} cannot be read: {error}")
+        return {}
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        """Lines of a log; a torn last line is what a killed run leaves behind, any other bad line is said."""
+        try:
+            lines = (self.path / name).read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self.problems.append(f"{name} cannot be read: {error}")
+            return []
+        found = []
+        for place, line in enumerate(lines, start=1):
+            try:
+                found.append(mapping(json.loads(line)))
+            except ValueError:
+                if line.strip() and place < len(lines):
+                    self.problems.append(f"{name}, line {place}, is not JSON and was left out")
+        return found
+
+
+def write_report(run_path: Path) -> Path:
+    """Write `report.html` into the run directory and return its path. MustFix if there is no such folder."""
+    run_path = Path(run_path)
+    if not run_path.is_dir():
+        raise MustFix("There is no run here", where=str(run_path), remedy="name a run directory")
+    page = run_path / "report.html"
+    write_atomically(page, render(RunFiles(run_path)).encode("utf-8"))
+    return page
+
+
+def render(files: RunFiles) -> str:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals["figure"] = figure
+    environment.filters["masked"] = masked
+    return environment.get_template("report.html").render(**page_of(files))
+
+
+def figure(text: Any, value: Any, path: Sequence[Any], file: str = "run.json", per: Sequence[Any] | None = None) -> Markup:
+    """A figure with its exact value and its source; `per` is the path of the figure it was divided by."""
+    value = masked(value) if isinstance(value, str) else value
+    source = pointer(file, path)
+    origin = source if per is None else f"{source} / {pointer(file, per)}"
+    divided = Markup("") if per is None else Markup(' data-per="{}"').format(pointer(file, per))
+    return Markup('<data value="{}" title="{}" data-source="{}"{}>{}</data>').format(json.dumps(value), origin, source, divided, text)
+
+
+def pointer(file: str, path: Iterable[Any]) -> str:
+    """`file#` and a JSON pointer (RFC 6901)."""
+    return f"{file}#" + "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+
+
+def masked(text: Any) -> str:
+    """Settings hold no secrets by design; a password somebody put into a URL is not shown either."""
+    return CREDENTIALS.sub("…@", str(text))
+
+
+# What stands on the page ------------------------------------------------------------------------
+
+
+def page_of(files: RunFiles) -> dict[str, Any]:
+    run = files.run
+    heads = head_figures(files)
+    stages = figures.stage_rows(run)
+    word, tone = VERDICTS.get(str(run.get("status")), ("Unknown", "warn"))
+    currency = str(mapping(run.get("cost")).get("currency") or "")
+    return {
+        "job": str(run.get("job") or files.path.absolute().name),
+        "verdict": {"word": word, "tone": tone, "lines": verdict_lines(files)},
+        "problems": files.problems,
+        "error": mapping(run.get("error")),
+        "exit_code": run.get("exit_code"),
+        "gate": mapping(run.get("gate")),
+        "facts": facts(files, stages, currency),
+        "heads": heads,
+        "acceptance_chart": acceptance_chart(files),
+        "rates_chart": rates_chart(heads),
+        "positions": max((len(head["rates"]) for head in heads), default=0),
+        "gains": gain_figures(files),
+        "groups": group_tables(heads),
+        "curves": training_curves(files.training),
+        "training": training_facts(files.training),
+        "stages": stages,
+        "stages_chart": charts.duration_bars("Time by stage", [(row.name, row.seconds or 0.0, figures.seconds_text(row.seconds)) for row in stages if row.seconds]),
+        "currency": currency,
+        "errors_of_stages": {name: str(entry["error"]) for name, raw in mapping(run.get("stages")).items() if (entry := mapping(raw)).get("error")},
+        "events": [event_row(event) for event in files.events[-EVENTS_SHOWN:]],
+        "events_left_out": max(0, len(files.events) - EVENTS_SHOWN),
+        "settings": {section: mapping(values) for section, values in mapping(run.get("settings")).items()},
+        "versions": mapping(run.get("versions")),
+        "machine": mapping(run.get("machine")),
+        "hashes": hashes(run),
+        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "text": figures,
+    }
+
+
+def verdict_lines(files: RunFiles) -> list[Markup]:
+    """One to three sentences that say how it ended and what the head is worth."""
+    run, acceptance = files.run, mapping(files.run.get("acceptance"))
+    lines = []
+    trained = mapping(acceptance.get("trained"))
+    if number(trained.get("mean")) is not None:
+        lines.append(
+            Markup("The trained head emits {} tokens a verification step{}; {} is the most.").format(
+                _mean("trained", trained), _interval(trained), _most(files)
+            )
+        )
+    lines += _comparison(files)
+    gate = mapping(run.get("gate"))
+    if run.get("status") == "no_go" and gate:
+        lines.append(Markup("Nothing was trained or published: {}.").format(str(gate.get("why", "the gate said so")).rstrip(".")))
+    error = mapping(run.get("error"))
+    if error.get("message"):
+        lines.append(Markup("{}.").format(masked(error["message"]).rstrip(".")))
+    if run.get("published"):
+        lines.append(Markup("Published: <code>{}</code>").format(masked(run["published"])))
+    if not lines:
+        lines.append(Markup("No head has been judged yet."))
+    return lines
+
+
+def _comparison(files: RunFiles) -> list[Markup]:
+    gains, acceptance = mapping(files.evaluation.get("gains")), mapping(files.run.get("acceptance"))
+    best = str(files.baseline.get("best") or "baseline")
+    key = next((key for key in (f"over_{best}", "over_baseline", "over_untrained") if key in gains), None)
+    if key is not None:
+        gain = mapping(gains[key])
+        mean = number(gain.get("mean"))
+        if mean is not None:
+            text = figure(f"{mean:+.2f}", mean, ("gains", key, "mean"), file="evaluation.json")
+            return [Markup("Against {}: {}{} on the same prompts.").format(key.removeprefix("over_"), text, _interval(gain, "gains", key, file="evaluation.json"))]
+    baseline = mapping(acceptance.get("baseline"))
+    if number(baseline.get("mean")) is None:
+        return []
+    named = f" ({best})" if best != "baseline" else ""
+    return [Markup("The best existing way to speculate{} emits {}{}.").format(named, _mean("baseline", baseline), _interval(baseline, "acceptance", "baseline"))]
+
+
+def _mean(name: str, entry: Mapping[str, Any]) -> Markup:
+    return figure(f"{entry['mean']:.2f}", entry["mean"], ("acceptance", name, "mean"))
+
+
+def _interval(entry: Mapping[str, Any], *path: str, file: str = "run.json") -> Markup:
+    low, high = number(entry.get("low")), number(entry.get("high"))
+    if low is None or high is None:
+        return Markup("")
+    path = path or ("acceptance", "trained")
+    return Markup(" (95 % interval {} to {})").format(
+        figure(f"{low:.2f}", low, (*path, "low"), file), figure(f"{high:.2f}", high, (*path, "high"), file)
+    )
+
+
+def drafted(files: RunFiles) -> int:
+    """Drafted tokens a step; the most a step can emit is one more."""
+    found = number(files.evaluation.get("draft_tokens")) or number(files.baseline.get("draft_tokens"))
+    return int(found) if found else SPECULATION_LIMIT - 1
+
+
+def _most(files: RunFiles) -> int:
+    return drafted(files) + 1
+
+
+def facts(files: RunFiles, stages: list[figures.StageRow], currency: str) -> list[tuple[str, Any]]:
+    """The tiles under the verdict."""
+    run = files.run
+    settings, machine = mapping(run.get("settings")), mapping(run.get("machine"))
+    verifier = mapping(settings.get("verifier"))
+    found: list[tuple[str, Any]] = []
+    if verifier.get("model"):
+        found.append(("Verifier", masked(verifier["model"])))
+    if machine.get("name"):
+        found.append(("Machine", masked(machine["name"])))
+    total = sum(row.seconds or 0.0 for row in stages)
+    if total:
+        found.append(("Time in stages", Markup('<data value="{}" data-sum="run.json#/stages/*/seconds">{}</data>').format(total, figures.seconds_text(total))))
+    amount = figures.amount_of(run.get("cost"))
+    if amount is not None:
+        path = ("cost", "amount") if isinstance(run.get("cost"), Mapping) else ("cost",)
+        found.append(("Cost", figure(figures.money_text(amount, currency), amount, path)))
+    loads = number(run.get("verifier_loads"))
+    if loads is not None:
+        found.append(("Verifier loads", figure(f"{loads:.0f}", run["verifier_loads"], ("verifier_loads",))))
+    return found
+
+
+def acceptance_chart(files: RunFiles) -> Markup:
+    return charts.interval_bars("Acceptance length by head", figures.head_rows(files.run), _most(files))
+
+
+def head_figures(files: RunFiles) -> list[dict[str, Any]]:
+    """Every judged head once, with the file its figures stand in; the trained head last."""
+    found = []
+    for file, judged in (("baseline.json", files.baseline), ("evaluation.json", files.evaluation)):
+        for name, raw in mapping(judged.get("heads")).items():
+            entry = mapping(raw)
+            length = mapping(entry.get("acceptance_length"))
+            if number(length.get("mean")) is None:
+                continue
+            rates_key = "rates" if "rates" in entry else "per_position"
+            conditional_key = "conditional_rates" if "conditional_rates" in entry else "conditional"
+            walk = ("walk",) if "walk" in entry else ()
+            counted = mapping(entry.get("walk")) if walk else entry
+            found.append(
+                {
+                    "name": name,
+                    "file": file,
+                    "path": ("heads", name),
+                    "length": length,
+                    "rates_key": rates_key,
+                    "rates": _numbers(entry.get(rates_key)),
+                    "conditional_key": conditional_key,
+                    "conditional": _numbers(entry.get(conditional_key)),
+                    "walk": walk,
+                    "steps": number(counted.get("steps")),
+                    "tokens": number(counted.get("tokens")),
+                    "histogram": _numbers(entry.get("histogram")),
+                    "taps": entry.get("taps"),
+                    "readings": mapping(entry.get("readings")),
+                    "groups": mapping(entry.get("groups")) or ({"source": mapping(entry["by_source"])} if entry.get("by_source") else {}),
+                    "groups_key": "groups" if entry.get("groups") else "by_source",
+                }
+            )
+    last = {head["name"]: head for head in found}  # a head judged twice counts as judged last
+    return sorted(last.values(), key=lambda head: (head["name"] == "trained", head["length"]["mean"]))
+
+
+def _numbers(values: Any) -> list[float]:
+    """The numbers up to the first entry that is none, so that a figure's place in the list is its place in the file."""
+    return list(itertools.takewhile(lambda value: value is not None, map(number, values))) if isinstance(values, list) else []
+
+
+def rates_chart(heads: list[dict[str, Any]]) -> Markup:
+    shown = [(head["name"], head["rates"]) for head in heads if head["rates"]][-charts.SERIES_COLOURS :]
+    count = max((len(rates) for _, rates in shown), default=0)
+    return charts.grouped_bars("Share of steps that accept the draft at each position", [f"position {k + 1}" for k in range(count)], shown)
+
+
+def gain_figures(files: RunFiles) -> list[tuple[str, dict[str, Any]]]:
+    gains = mapping(files.evaluation.get("gains"))
+    return [(key, mapping(raw)) for key, raw in gains.items() if number(mapping(raw).get("mean")) is not None]
+
+
+def group_tables(heads: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One table a dimension (source, part of the answer): acceptance length of each head by label."""
+    tables = []
+    for dimension in sorted({name for head in heads for name in head["groups"]}):
+        labels = sorted({label for head in heads for label in mapping(head["groups"].get(dimension))})
+        rows = []
+        for label in labels:
+            cells = []
+            for head in heads:
+                raw = mapping(head["groups"].get(dimension)).get(label)
+                key = "mean_acceptance_length" if "mean_acceptance_length" in mapping(raw) else "mean"
+                value = number(mapping(raw).get(key)) if isinstance(raw, Mapping) else number(raw)
+                middle = ("groups", dimension, label) if head["groups_key"] == "groups" else ("by_source", label)
+                cells.append((value, head["file"], (*head["path"], *middle, *((key,) if isinstance(raw, Mapping) else ()))))
+            rows.append((label, cells))
+        tables.append({"dimension": dimension, "heads": [head["name"] for head in heads], "rows": rows})
+    return tables
+
+
+def training_curves(lines: list[dict[str, Any]]) -> list[tuple[str, Markup]]:
+    """Loss, accuracy by TTT step, acceptance on the eval split, learning rate, over optimizer steps."""
+    by_step = {step: line for line in lines if (step := number(line.get("step"))) is not None and "loss" in line}
+    rows = sorted(by_step.items())  # a resumed run repeats steps: the later line of a step counts
+
+    def points(key: str) -> list[charts.Point]:
+        return charts.thinned([(step, value) for step, line in rows if (value := number(line.get(key))) is not None])
+
+    depth = max((len(_numbers(line.get("accuracy"))) for _, line in rows), default=0)
+    accuracy = []
+    for k in range(depth):
+        series = [(step, values[k]) for step, line in rows if len(values := _numbers(line.get("accuracy"))) > k]
+        accuracy.append((f"TTT step {k + 1}", charts.thinned(series)))
+    judged = sorted({step: value for line in lines if (step := number(line.get("step"))) is not None and (value := acceptance_of(line)) is not None}.items())
+    found = (
+        ("Loss", charts.line_chart("Training loss", [("loss", points("loss"))], x_label="optimizer step")),
+        ("Accuracy of the draft in training", charts.line_chart("Accuracy by TTT step", accuracy, x_label="optimizer step", floor=0)),
+        ("Acceptance length on the eval split", charts.line_chart("Acceptance length", [("acceptance", judged)], x_label="optimizer step", floor=1)),
+        ("Learning rate", charts.line_chart("Learning rate", [("learning rate", points("learning_rate"))], x_label="optimizer step", floor=0)),
+    )
+    return [(title, chart) for title, chart in found if chart]
+
+
+def acceptance_of(line: Mapping[str, Any]) -> float | None:
+    value = line.get("acceptance")
+    return number(mapping(value).get("mean")) if isinstance(value, Mapping) else number(value)
+
+
+def training_facts(lines: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    """The last line of the log in numbers, each traceable to it by its line number."""
+    numbered = [(place, line) for place, line in enumerate(lines) if number(line.get("step")) is not None and "loss" in line]
+    if not numbered:
+        return []
+    place, last = numbered[-1]
+    shown = (("step", "Last step"), ("loss", "Last loss"), ("tokens_per_second", "Tokens a second"), ("data_wait", "Waited for data"), ("grad_norm", "Gradient norm"))
+    found = [
+        (title, figure(figures.count_text(last[key]), last[key], (place, key), "train.jsonl")) for key, title in shown if number(last.get(key)) is not None
+    ]
+    bad = sum(1 for _, line in numbered if number(line.get("loss")) is None)
+    return [*found, ("Lines with a loss that is not finite", str(bad))] if bad else found
+
+
+def event_row(event: dict[str, Any]) -> tuple[str, str, str]:
+    rest = {key: value for key, value in event.items() if key not in ("time", "kind")}
+    told = str(rest.pop("text")) if set(rest) == {"text"} else ", ".join(f"{key} {value}" for key, value in rest.items())
+    return str(event.get("time", "")), str(event.get("kind", "")), masked(told)
+
+
+def hashes(run: Mapping[str, Any]) -> list[tuple[str, str, Any, Any, tuple[str, ...]]]:
+    """(stage, file, bytes, sha256, path in the ledger) of every output that the ledger names."""
+    found = []
+    for stage, raw in mapping(run.get("stages")).items():
+        for name, entry in mapping(mapping(raw).get("outputs")).items():
+            item = mapping(entry)
+            found.append((stage, name, number(item.get("bytes")), item.get("sha256"), ("stages", stage, "outputs", name)))
+    return found
