@@ -1,5 +1,6 @@
 """From a parsed command line to a run: settings, run directory, signals, display, and the final word."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,22 +60,39 @@ def pull(uri: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def verify_states(path: Path) -> dict[str, Any]:
-    from jobs.stages.verify import verify_store
+    """Every checksum, row and log-probability of a run's stores; MustFix names what is wrong."""
+    import torch
 
-    ledger = RunDirectory(path, read_only=True)
-    reports = {split: verify_store(ledger.path, split) for split in ("eval", "train") if (path / "states" / split / "store.json").exists()}
-    if not reports:
-        raise MustFix("The run holds no states yet", where=str(path / "states"), remedy="run its generate stages first")
-    return {"stores": reports, "text": json.dumps(reports, indent=2)}
+    from jobs.draft.weights import VerifierWeights
+    from jobs.storage.states import StateStore
+
+    run = RunDirectory(path, read_only=True)
+    folders = [folder for split in ("eval", "train") if (folder := run.path / "states" / split).is_dir()]
+    if not folders:
+        raise MustFix("The run holds no states yet", where=str(run.path / "states"), remedy="run its generate stages first")
+    lm_head = VerifierWeights.read(Context(load("smoke", base=run.ledger["settings"]), run, None).verifier_path).lm_head.float()  # [V, H]
+
+    def logprob_of(sample: Any) -> Any:
+        """[n-1]: log-probability of the next token, from the stored final state and the verifier's output head."""
+        response = sample.response
+        ids = torch.tensor(response.prompt_token_ids + response.response_token_ids)[1:]  # [n-1]
+        return torch.log_softmax(sample.final.float() @ lm_head.T, dim=-1).gather(1, ids[:, None])[:, 0]
+
+    found = {}
+    for folder in folders:
+        report = StateStore(folder).verify(logprob_of)
+        report.require(folder)
+        found[folder.name] = dataclasses.asdict(report)
+    return {"stores": found, "text": json.dumps(found, indent=2)}
 
 
 def _run(settings: Settings, path: Path, *, redo: Sequence[str] = (), force: bool = False, only: str | None = None, report: bool = True) -> dict[str, Any]:
     from jobs.pipeline import run_pipeline, translate
-    from jobs.reporting.display import Display, summary_text
-    from jobs.verifier.engine import start_engine
+    from jobs.reporting.display import Display
+    from jobs.stages.generate import start_engine
 
     run = RunDirectory(path)
-    display = Display.open("auto")
+    display = Display.open(price_per_hour=settings.rental.price_per_hour, currency=settings.rental.currency)
     context = Context(settings, run, display, start_engine=start_engine, force=force)
     context.should_stop.install()
     try:
@@ -91,22 +109,22 @@ def _run(settings: Settings, path: Path, *, redo: Sequence[str] = (), force: boo
         raise translated from error
     finally:
         context.should_stop.restore()
-        display.close()
         if report and only is None and run.ledger:
-            _last_words(run, display, summary_text)
+            _last_words(run, display)
+        display.close()
         run.close()
 
 
-def _last_words(run: RunDirectory, display: Any, summary_text: Any) -> None:
+def _last_words(run: RunDirectory, display: Any) -> None:
     """The table and the report, whatever the ending; a fault in them must not replace the real one."""
     from jobs.reporting.report import write_report
 
     try:
         page = write_report(run.path)
-        display.print(summary_text(run.ledger))
-        display.print(f"report: {page}")
+        display.summary_table(run.ledger)
+        display.note(f"report: {page}")
     except (OSError, ValueError, KeyError, TypeError, JobError) as error:
-        display.print(f"the report could not be written: {error}")
+        display.note(f"the report could not be written: {error}")
 
 
 def _summary(ledger: dict[str, Any], path: Path, loads: int) -> dict[str, Any]:
@@ -124,7 +142,7 @@ def _planned(settings: Settings, path: Path) -> dict[str, Any]:
     plans = planning.for_all_machines(settings, None)
     lines = [f"{settings.job.name} would run in {path.absolute()}:", ""]
     lines += [f"  {name}" for name in STAGES]
-    lines += ["", *(p.render() for p in plans)]
+    lines += ["", plans[0].render()]
     return {
         "status": "planned", "exit_code": EXIT_DONE, "error": None, "run_dir": str(path.absolute()),
         "stages": {name: {"state": "pending", "seconds": 0.0, "counts": {}} for name in STAGES}, "verifier_loads": 0, "acceptance": {}, "published": None,

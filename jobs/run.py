@@ -7,12 +7,14 @@ by flock for as long as a process works in it; the kernel releases that lock how
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import platform
+import shutil
 import signal
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from typing import Any
 
 from jobs.errors import Interrupted, MustFix
 from jobs.settings import Settings
-from jobs.storage.files import append_line, sha256_file, write_json_atomically
+from jobs.storage.files import JsonLog, held, read_json, sha256_file, write_json_atomically
 
 LEDGER_VERSION = 1
 STAGES = (
@@ -42,49 +44,34 @@ class RunDirectory:
 
     def __init__(self, path: Path, *, read_only: bool = False):
         self.path = path.absolute()
-        self._lock = None
+        self._held = contextlib.ExitStack()
         if not read_only:
             self._make_and_hold()
-        ledger = self.path / "run.json"
-        try:
-            self.ledger: dict[str, Any] = json.loads(ledger.read_text()) if ledger.exists() else {}
-        except (OSError, ValueError) as error:
-            raise MustFix(f"The ledger cannot be read: {error}", where=str(ledger), remedy="restore it or take another --run-dir") from error
+        elif not (self.path / "run.json").exists():
+            raise MustFix("There is no run here", where=str(self.path), remedy="name a run directory, it holds a run.json")
+        self.ledger: dict[str, Any] = read_json(self.path / "run.json") if (self.path / "run.json").exists() else {}
         if self.ledger and self.ledger.get("version") != LEDGER_VERSION:
             raise MustFix(
                 f"The ledger has version {self.ledger.get('version')}, this program writes {LEDGER_VERSION}",
-                where=str(ledger), remedy="continue the run with the program that began it",
+                where=str(self.path / "run.json"), remedy="continue the run with the program that began it",
             )  # fmt: skip
-        if read_only and not self.ledger:
-            raise MustFix("There is no run here", where=str(self.path), remedy="name a run directory, it holds a run.json")
 
     def _make_and_hold(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-            probe = self.path / f".write-test-{os.getpid()}"
-            probe.write_bytes(b"x")
-            probe.unlink()
+            with tempfile.TemporaryFile(dir=self.path) as probe:
+                probe.write(b"x")
+            self._held.enter_context(held(self.path / ".lock", what="this run directory", wait_seconds=2.0))
         except OSError as error:
             raise MustFix(
                 f"The run directory cannot be written: {error.strerror}", where=str(self.path),
                 remedy=f"give user {os.getuid()} write permission there or take another --run-dir",
             ) from error  # fmt: skip
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(self._lock, 64, 0).decode(errors="replace").strip() or "another process"
-            raise MustFix(
-                f"Another run works in this folder ({holder})", where=str(self.path),
-                remedy="wait for it, stop it, or take another --run-dir",
-            ) from error  # fmt: skip
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+        self._events = JsonLog(self.path / "events.jsonl")
+        self._held.callback(self._events.close)
 
     def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._held.close()
 
     def begin(self, settings: Settings) -> None:
         """Start or continue the ledger under these settings."""
@@ -105,7 +92,7 @@ class RunDirectory:
         write_json_atomically(self.path / "run.json", self.ledger)
 
     def event(self, kind: str, **fields: Any) -> None:
-        append_line(self.path / "events.jsonl", json.dumps({"time": now(), "kind": kind, **fields}, default=str))
+        self._events.append_json({"time": now(), "kind": kind, **fields})
 
     def stage(self, name: str) -> dict[str, Any]:
         return self.ledger["stages"][name]
@@ -125,9 +112,17 @@ def versions() -> dict[str, str]:
 
 def machine(settings: Settings) -> dict[str, Any]:
     return {
-        "name": settings.rental.machine, "host": platform.node(), "cpus": os.cpu_count(),
+        "name": settings.rental.machine, "host": platform.node(), "cpus": os.cpu_count(), "gpus": gpus(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "system": platform.platform(),
     }  # fmt: skip
+
+
+def gpus() -> list[str]:
+    """Names of the visible GPUs, from the driver's own tool: asking torch would start CUDA in this process."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    asked = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=60)
+    return asked.stdout.split("\n")[:-1] if asked.returncode == 0 else []
 
 
 def digest(value: Any) -> str:
@@ -221,11 +216,11 @@ class Context:
 
     def locations(self) -> dict[str, Any]:
         """{"verifier": folder, "heads": {name: folder}} on this machine, after `fetch`."""
-        return json.loads((self.path / "locations.json").read_text())
+        return read_json(self.path / "locations.json")
 
     def fetched(self) -> dict[str, Any]:
         """{"verifier": {model, revision, bytes}, "heads": {name: …}}, the same on every machine."""
-        return json.loads((self.path / "fetched.json").read_text())
+        return read_json(self.path / "fetched.json")
 
     def states(self, split: str) -> Path:
         return self.path / "states" / split

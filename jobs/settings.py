@@ -248,6 +248,8 @@ def contradictions(settings: Settings) -> list[str]:
         found.append("evaluate.min_gain_over_untrained needs heads.untrained = true")
     if settings.evaluate.min_gain_over_ngram is not None and not settings.heads.ngram:
         found.append("evaluate.min_gain_over_ngram needs heads.ngram = true")
+    if settings.package.sglang and t.norm_before_residual and (settings.heads.warm_start == "none" or not names):
+        found.append("package.sglang needs train.norm_before_residual = false: SGLang's layer takes the raw feature and has no switch")
     if settings.push.uri is not None and not settings.push.uri.startswith(("s3://", "file:///")):
         found.append(f"push.uri = {settings.push.uri!r} starts with neither s3:// nor file:///")
     return found

@@ -11,14 +11,15 @@ The gate reads these figures and may end the run: exit code 0, verdict `no_go`, 
 from pathlib import Path
 from typing import Any
 
-from jobs.draft import formats
-from jobs.draft.model import Eagle3Head, VerifierWeights
+from jobs.draft.formats import load_head, tap_readings
+from jobs.draft.replay import Candidate, Judgement
+from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.run import Context
-from jobs.stages import judging
+from jobs.stages import initial, judging
 from jobs.stages.vocab import draft_vocabulary
 from jobs.storage.states import StateStore
-from jobs.verifier.engine import VerifierFacts
+from jobs.verifier.facts import VerifierFacts
 
 NAME = "baseline"
 SETTINGS = (
@@ -36,59 +37,61 @@ def outputs(context: Context) -> list[Path]:
 
 
 def run(context: Context) -> dict[str, Any]:
-    settings = context.settings
     store = StateStore(context.states("eval"))
+    readings = _readings(context, store)
+    judged = judging.judge_all(context, {key: candidate for of in readings.values() for key, candidate in of.items()}, store)
     heads: dict[str, Any] = {}
-    if settings.heads.ngram:
+    if context.settings.heads.ngram:
         heads["ngram"] = judging.figures(context, judging.judge_ngram(context, store))
-    if settings.heads.untrained or settings.heads.candidates:
-        verifier = VerifierWeights.read(context.verifier_path)
-    if settings.heads.untrained:
-        vocabulary = draft_vocabulary(context, "eval")
-        head = untrained_head(context, verifier, vocabulary.draft_ids)
-        heads["untrained"] = judging.figures(context, judging.judge_head(context, "untrained", head, store))
-    for candidate in settings.heads.candidates:
-        figure = _judge_candidate(context, candidate.name, verifier, store)
-        if figure is not None:
-            heads[candidate.name] = figure
-    best = best_head(context, heads)
+    for name, of in readings.items():
+        heads[name] = _better_reading(context, name, of, judged)
+    best = best_head(heads)
     context.run.ledger["gate"] = gate(context, best, heads)
     judging.write_figures(context, context.path / "baseline.json", heads, best=best)
     if best is not None:
         context.run.ledger["acceptance"]["baseline"] = heads[best]["acceptance_length"]
         context.run.save()
-    return {"heads": len(heads), "sequences": len(store.ids()), "best": best}
+    return {"heads": len(heads), "sequences": len(store.ids()), "best": best, "verdict": context.run.ledger["gate"]["verdict"]}
 
 
-def untrained_head(context: Context, verifier: VerifierWeights, draft_ids: Any) -> Eagle3Head:
-    """The head from scratch, as training will start it."""
-    facts = VerifierFacts.read(context.verifier_path)
-    return Eagle3Head.from_scratch(formats.config_from_scratch(facts, context.settings, len(draft_ids)), verifier, draft_ids, context.settings.job.seed)
+def _readings(context: Context, store: StateStore) -> dict[str, dict[str, Candidate]]:
+    """Head name -> {key of a reading: head and taps}; a head that cannot be judged is noted and left out."""
+    settings, found = context.settings, {}
+    device = judging.replay_device(context)
+    if settings.heads.untrained or settings.heads.candidates:
+        verifier = VerifierWeights.read(context.verifier_path)
+    if settings.heads.untrained:
+        head = initial.scratch(context, verifier, draft_vocabulary(context, "eval").draft_ids).to(device)
+        found["untrained"] = {"untrained": Candidate(head, head.config.taps)}
+    layers = VerifierFacts.read(context.verifier_path).layers
+    for listed in settings.heads.candidates:
+        try:
+            head = load_head(Path(context.locations()["heads"][listed.name]), verifier=verifier, default_taps=store_default(context)).to(device)
+        except MustFix as error:
+            # One odd head must not end a run that can judge the others.
+            context.note(f"baseline: {listed.name} is left out: {error}")
+            continue
+        readings = [taps for taps in tap_readings(head.config.taps, layers) if set(taps) <= set(store.layout.taps)]
+        if not readings:
+            context.note(f"baseline: {listed.name} reads taps {list(head.config.taps)}, the eval states hold {list(store.layout.taps)}: it is left out")
+            continue
+        found[listed.name] = {f"{listed.name}-taps-{'-'.join(map(str, taps))}": Candidate(head, taps) for taps in readings}
+    return found
 
 
-def _judge_candidate(context: Context, name: str, verifier: VerifierWeights, store: StateStore) -> dict[str, Any] | None:
-    """The better of the two readings of the head's tap ids; None for a head that cannot be judged."""
-    folder = Path(context.locations()["heads"][name])
-    try:
-        head = formats.load_head(folder, verifier=verifier)
-    except MustFix as error:
-        # One odd head must not end a run that can judge the others.
-        context.note(f"baseline: {name} is left out: {error}")
-        return None
-    readings = {}
-    for shift in (0, 1):
-        taps = tuple(tap + shift for tap in head.config.taps)
-        if set(taps) <= set(store.layout.taps):
-            readings[taps] = judging.judge_head(context, f"{name}-taps-{'-'.join(map(str, taps))}", formats.with_taps(head, taps), store)
-    if not readings:
-        context.note(f"baseline: {name} reads taps {list(head.config.taps)}, the eval states hold {list(store.layout.taps)}")
-        return None
-    taps = max(readings, key=lambda t: readings[t].acceptance_length)
-    judging.keep(context, name, readings[taps])
-    return judging.figures(context, readings[taps]) | {"taps": list(taps), "readings": {"-".join(map(str, t)): r.acceptance_length for t, r in readings.items()}}
+def store_default(context: Context) -> tuple[int, int, int]:
+    """What a head without tap ids of its own is taken to read: vLLM's default for this verifier."""
+    return VerifierFacts.read(context.verifier_path).default_taps
 
 
-def best_head(context: Context, heads: dict[str, Any]) -> str | None:
+def _better_reading(context: Context, name: str, readings: dict[str, Candidate], judged: dict[str, Judgement]) -> dict[str, Any]:
+    best = max(readings, key=lambda key: judged[key].mean_acceptance_length)
+    judging.keep(context, judged[best], name)
+    lengths = {"-".join(map(str, readings[key].taps)): judged[key].mean_acceptance_length for key in readings}
+    return judging.figures(context, judged[best]) | {"taps": list(readings[best].taps), "readings": lengths}
+
+
+def best_head(heads: dict[str, Any]) -> str | None:
     """The best existing way to speculate: candidates and n-gram, not the untrained head."""
     existing = {name: figure for name, figure in heads.items() if name != "untrained"}
     return max(existing, key=lambda name: existing[name]["acceptance_length"]["mean"], default=None)

@@ -5,15 +5,16 @@ difference of two intervals. `evaluate.min_gain_over_…` turn a gain that is no
 failure of the run, before anything is published.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
-from jobs.draft import formats
-from jobs.draft.model import VerifierWeights
+from jobs.draft.formats import load_head
+from jobs.draft.replay import Candidate
+from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.run import Context
 from jobs.stages import judging
+from jobs.storage.files import read_json
 from jobs.storage.states import StateStore
 
 NAME = "evaluate"
@@ -30,9 +31,9 @@ def outputs(context: Context) -> list[Path]:
 
 def run(context: Context) -> dict[str, Any]:
     store = StateStore(context.states("eval"))
-    head = formats.load_head(context.path / "trained", verifier=VerifierWeights.read(context.verifier_path))
-    trained = judging.judge_head(context, "trained", head, store)
-    baseline = json.loads((context.path / "baseline.json").read_text())
+    head = load_head(context.path / "trained", verifier=VerifierWeights.read(context.verifier_path)).to(judging.replay_device(context))
+    trained = judging.judge_all(context, {"trained": Candidate(head, head.config.taps)}, store)["trained"]
+    baseline = read_json(context.path / "baseline.json")
     gains = {f"over_{name}": judging.gain(context, trained, judging.kept(context, name)) for name in baseline["heads"]}
     figures = judging.figures(context, trained)
     judging.write_figures(context, context.path / "evaluation.json", {"trained": figures}, gains=gains)

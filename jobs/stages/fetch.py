@@ -15,7 +15,7 @@ from jobs.run import HASHED_BYTES, Context, digest
 from jobs.stages import hub
 from jobs.stages.preflight import misfits
 from jobs.storage.files import sha256_file, write_json_atomically
-from jobs.verifier.engine import VerifierFacts
+from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.tiny import CHECKPOINT
 
 NAME = "fetch"

@@ -4,7 +4,6 @@ A judgement is kept in full, prompt by prompt, under `judgements/`: `evaluate` p
 head with the baseline on the same prompts, and anyone can recompute every figure from these files.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,27 @@ from typing import Any
 import torch
 
 from jobs.draft import statistics
-from jobs.draft.model import Eagle3Head
-from jobs.draft.replay import Judgement, judge, judge_chains
+from jobs.draft.acceptance import Judgement
+from jobs.draft.replay import Candidate, judge_chains, judge_heads, standard_labels
 from jobs.run import Context
-from jobs.storage.files import write_json_atomically
+from jobs.storage.files import read_json, write_json_atomically
 from jobs.storage.responses import Response
 from jobs.storage.states import StateStore
 from jobs.verifier.chat import Chat
 from jobs.verifier.ngram import ngram_chains
 
 
-def judge_head(context: Context, name: str, head: Eagle3Head, store: StateStore) -> Judgement:
-    depth = context.settings.evaluate.draft_tokens
-    judgement = judge(head, store, store.ids(), depth, replay_device(context), name=name, labels=labels(context))
-    return keep(context, judgement)
+def judge_all(context: Context, candidates: Mapping[str, Candidate], store: StateStore) -> dict[str, Judgement]:
+    """Every head in one pass over the eval states; each judgement is kept."""
+    if not candidates:
+        return {}
+    judged = judge_heads(
+        candidates, store, store.ids(), context.settings.evaluate.draft_tokens, labels=labels(context), should_stop=context.should_stop,
+        progress=lambda done, total: context.progress(done, total, "answers"),
+    )  # fmt: skip
+    for judgement in judged.values():
+        keep(context, judgement)
+    return judged
 
 
 def judge_ngram(context: Context, store: StateStore) -> Judgement:
@@ -37,21 +43,14 @@ def judge_ngram(context: Context, store: StateStore) -> Judgement:
         tokens = answer.prompt_token_ids + answer.response_token_ids
         return ngram_chains(tokens, len(answer.prompt_token_ids) - 1, depth, lookup_min=shortest, lookup_max=longest, max_model_len=limit)
 
-    answers = (store.response(sample_id) for sample_id in store.ids())
-    return keep(context, judge_chains("ngram", ((a, chains(a)) for a in answers), depth, labels=labels(context)))
+    drafted = ((answer, chains(answer)) for answer in map(store.response, store.ids()))
+    return keep(context, judge_chains("ngram", drafted, depth, labels=labels(context)))
 
 
 def labels(context: Context) -> Any:
     """Groups of an answer: where its prompt is from, and which of its tokens are thinking."""
     chat = Chat.load(context.verifier_path)
-
-    def of(answer: Response) -> dict[str, Any]:
-        span = chat.thinking_span(answer.prompt_token_ids, answer.response_token_ids) or range(0)
-        first = len(answer.prompt_token_ids)
-        part = ["thinking" if first + i in span else "answer" for i in range(len(answer.response_token_ids))]
-        return {"source": answer.source, "part": part}
-
-    return of
+    return lambda answer: standard_labels(answer, chat.thinking_span(answer.prompt_token_ids, answer.response_token_ids))
 
 
 def replay_device(context: Context) -> torch.device:
@@ -61,15 +60,15 @@ def replay_device(context: Context) -> torch.device:
     return torch.device(wanted)
 
 
-def keep(context: Context, judgement: Judgement) -> Judgement:
+def keep(context: Context, judgement: Judgement, name: str | None = None) -> Judgement:
     folder = context.path / "judgements"
     folder.mkdir(exist_ok=True)
-    write_json_atomically(folder / f"{judgement.name}.json", judgement.as_dict())
+    write_json_atomically(folder / f"{name or judgement.name}.json", judgement.as_dict())
     return judgement
 
 
 def kept(context: Context, name: str) -> Judgement:
-    return Judgement.from_dict(json.loads((context.path / "judgements" / f"{name}.json").read_text()))
+    return Judgement.from_dict(read_json(context.path / "judgements" / f"{name}.json"))
 
 
 def gain(context: Context, judgement: Judgement, other: Judgement) -> dict[str, float]:

@@ -5,18 +5,22 @@ nothing that differs between two packagings of the same head, so that publishing
 be the same thing.
 """
 
-import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from jobs.draft import formats
-from jobs.draft.model import VerifierWeights
+import torch
+
+from jobs.draft.export import save_llama_eagle3, save_speculators
+from jobs.draft.formats import load_head
+from jobs.draft.model import Eagle3Head
+from jobs.draft.weights import VerifierWeights
+from jobs.errors import MustFix
 from jobs.run import Context
 from jobs.stages import card
-from jobs.storage.files import sha256_file, write_atomically, write_json_atomically
-from jobs.verifier.engine import VerifierFacts
+from jobs.storage.files import read_json, sha256_file, write_atomically, write_json_atomically
+from jobs.verifier.facts import VerifierFacts
 
 NAME = "package"
 SETTINGS = ("package", "verifier.dtype")
@@ -35,16 +39,16 @@ def run(context: Context) -> dict[str, Any]:
     folder = context.path / "head"
     building = context.path / ".head-building"
     shutil.rmtree(building, ignore_errors=True)
-    head = formats.load_head(context.path / "trained", verifier=VerifierWeights.read(context.verifier_path))
+    head = load_head(context.path / "trained", verifier=VerifierWeights.read(context.verifier_path))
+    dtype = getattr(torch, context.settings.verifier.dtype)
     names = {
         "verifier_name": context.fetched()["verifier"]["model"],
         "verifier_architecture": VerifierFacts.read(context.verifier_path).architecture,
     }
-    formats.save_speculators(head, building, **names, dtype=context.settings.verifier.dtype)
+    save_speculators(head, building, **names, draft_tokens=context.settings.evaluate.draft_tokens, dtype=dtype)
     if context.settings.package.sglang:
-        formats.save_llama_eagle3(head, building / "sglang", dtype=context.settings.verifier.dtype)
-    evaluation = json.loads((context.path / "evaluation.json").read_text())
-    baseline = json.loads((context.path / "baseline.json").read_text())
+        _export_for_sglang(context, head, building / "sglang", dtype)
+    evaluation, baseline = read_json(context.path / "evaluation.json"), read_json(context.path / "baseline.json")
     figures = {"draft_tokens": evaluation["draft_tokens"], "heads": _short(baseline) | _short(evaluation), "gains": evaluation["gains"]}
     write_atomically(building / "README.md", card.model_card(context, head.config, figures).encode())
     files = {
@@ -60,6 +64,15 @@ def run(context: Context) -> dict[str, Any]:
         shutil.rmtree(folder)
     os.rename(building, folder)
     return {"files": len(files) + 1, "bytes": sum(f["bytes"] for f in files.values()), "parameters": sum(p.numel() for p in head.parameters())}
+
+
+def _export_for_sglang(context: Context, head: Eagle3Head, folder: Path, dtype: torch.dtype) -> None:
+    """An extra, so its refusal is a remark: the head itself is done and paid for."""
+    try:
+        save_llama_eagle3(head, folder, dtype=dtype)
+    except MustFix as error:
+        context.note(f"package: no SGLang form: {error}")
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def published_settings(context: Context) -> dict[str, Any]:

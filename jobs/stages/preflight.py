@@ -19,7 +19,7 @@ from jobs.settings import Settings
 from jobs.stages import hub
 from jobs.storage import bucket
 from jobs.storage.files import write_json_atomically
-from jobs.verifier.engine import VerifierFacts
+from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.tiny import CHECKPOINT
 
 NAME = "preflight"
@@ -166,12 +166,10 @@ def _facts_if_here(settings: Settings) -> VerifierFacts | None:
 def misfits(settings: Settings, facts: VerifierFacts) -> list[str]:
     """What the settings ask of this verifier that it cannot do."""
     found = []
-    taps = settings.verifier.taps or facts.default_taps
-    outside = [tap for tap in taps if not 0 <= tap <= facts.layers]
-    if outside:
-        found.append(f"verifier.taps names {outside}, but the verifier has layers 0 to {facts.layers - 1}")
-    if len(set(taps)) < 3:
-        found.append(f"the taps {list(taps)} are not three different ones: name three in verifier.taps")
+    try:
+        facts.checked_taps(settings.verifier.taps)
+    except MustFix as error:
+        found.append(error.sentence())
     if settings.vocab.size is not None and settings.vocab.size > facts.vocab_size:
         found.append(f"vocab.size = {settings.vocab.size} exceeds the verifier's vocabulary of {facts.vocab_size}")
     if settings.verifier.max_model_len > facts.max_position_embeddings:

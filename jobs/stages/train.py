@@ -3,16 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from jobs.draft import formats
-from jobs.draft.model import Eagle3Head, VerifierWeights
+from jobs.draft.export import save_speculators
+from jobs.draft.model import Eagle3Head
 from jobs.draft.replay import judge
 from jobs.draft.trainer import train
 from jobs.draft.vocabulary import DraftVocabulary
+from jobs.draft.weights import VerifierWeights
 from jobs.run import Context
-from jobs.stages import judging, warm
-from jobs.storage.files import append_line
+from jobs.stages import initial
+from jobs.stages.vocab import token_counts
+from jobs.storage.files import JsonLog
 from jobs.storage.states import StateStore
-from jobs.verifier.engine import VerifierFacts
+from jobs.verifier.facts import VerifierFacts
 
 NAME = "train"
 SETTINGS = ("train", "job.seed", "heads.warm_start", "verifier.taps")
@@ -32,14 +34,14 @@ def run(context: Context) -> dict[str, Any]:
     store, evaluation = StateStore(context.states("train")), StateStore(context.states("eval"))
     verifier = VerifierWeights.read(context.verifier_path)
     head, is_warm = initial_head(context, verifier)
-    depth = settings.evaluate.draft_tokens
+    depth, log = settings.evaluate.draft_tokens, JsonLog(context.path / "train.jsonl")
 
     def replay(current: Eagle3Head) -> dict[str, Any]:
-        judged = judge(current, evaluation, evaluation.ids(), depth, judging.replay_device(context), name="in training")
+        judged = judge(current, evaluation, evaluation.ids(), depth, name="in training")
         return {"acceptance": judged.mean_acceptance_length, "rates": judged.walk.rates}
 
     def report(line: dict[str, Any]) -> None:
-        append_line(context.path / "train.jsonl", _json(line))
+        log.append_json(line)
         context.display.metrics(line)
         if "step" in line:
             context.progress(line["step"], line.get("steps"), "steps", **{k: line[k] for k in ("loss", "tokens_per_second") if k in line})
@@ -53,20 +55,16 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def initial_head(context: Context, verifier: VerifierWeights) -> tuple[Eagle3Head, bool]:
-    """(head to train, whether it is a warm start)."""
-    start = warm.chosen(context)
-    vocabulary = DraftVocabulary.load(context.path / "vocab.safetensors")
+    """(head to train, whether it is a warm start); its draft vocabulary is the one `vocab` wrote."""
+    start, vocabulary = initial.chosen(context), DraftVocabulary.load(context.path / "vocab.safetensors")
     if start is None:
-        facts = VerifierFacts.read(context.verifier_path)
-        config = formats.config_from_scratch(facts, context.settings, vocabulary.size)
-        return Eagle3Head.from_scratch(config, verifier, vocabulary.draft_ids, context.settings.job.seed), False
-    context.note(f"train: warm start from {start.name}, its taps read as {list(start.taps)}")
-    return formats.load_head(start.folder, verifier=verifier, taps=start.taps), True
+        return initial.scratch(context, verifier, vocabulary.draft_ids), False
+    return initial.warm(context, start, verifier, token_counts(context, "train")), True
 
 
 def save_trained(context: Context, head: Eagle3Head) -> None:
-    """The trained head in fp32, whole or not at all: what evaluate and package read."""
-    formats.save_speculators(
+    """The trained head in the training's own precision: what evaluate and package read."""
+    save_speculators(
         head, context.path / "trained", verifier_name=context.fetched()["verifier"]["model"],
-        verifier_architecture=VerifierFacts.read(context.verifier_path).architecture, dtype="float32",
+        verifier_architecture=VerifierFacts.read(context.verifier_path).architecture, draft_tokens=context.settings.evaluate.draft_tokens, dtype=None,
     )  # fmt: skip

@@ -8,18 +8,18 @@ trained head and its floor differ in nothing but training.
 """
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jobs.draft import formats, vocabulary
-from jobs.draft.model import VerifierWeights
-from jobs.draft.vocabulary import DraftVocabulary
+from jobs.draft.vocabulary import DraftVocabulary, build
+from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.run import Context
-from jobs.stages import warm
+from jobs.stages import initial
 from jobs.storage.states import StateStore
 from jobs.verifier.chat import Chat
-from jobs.verifier.engine import VerifierFacts
+from jobs.verifier.facts import VerifierFacts
 
 NAME = "vocab"
 SETTINGS = ("vocab", "heads.untrained", "heads.warm_start")
@@ -35,11 +35,10 @@ def outputs(context: Context) -> list[Path]:
 
 def run(context: Context) -> dict[str, Any]:
     counts = token_counts(context, "train")
-    start = warm.chosen(context)
+    start = initial.chosen(context)
     if start is not None:
-        head = formats.load_head(start.folder, verifier=VerifierWeights.read(context.verifier_path), taps=start.taps)
-        chosen = vocabulary.of_head(head.d2t, head.t2d, counts)
-        source = start.name
+        head = initial.warm(context, start, VerifierWeights.read(context.verifier_path), counts)
+        chosen, source = DraftVocabulary.from_ids(head.draft_ids.cpu(), head.config.vocab_size), start.name
     else:
         source = "eval" if context.settings.heads.untrained else "train"
         chosen = draft_vocabulary(context, source)
@@ -49,8 +48,8 @@ def run(context: Context) -> dict[str, Any]:
             f"The draft vocabulary covers {coverage:.1%} of the response tokens, vocab.min_coverage asks for {context.settings.vocab.min_coverage:.0%}",
             where="vocab", remedy="raise vocab.size, or lower vocab.min_coverage knowingly",
         )  # fmt: skip
-    chosen.save(context.path / "vocab.safetensors")
-    return {"size": len(chosen.draft_ids), "coverage": round(coverage, 5), "counted_tokens": sum(counts.values()), "map_from": source}
+    replace(chosen, coverage=coverage).save(context.path / "vocab.safetensors")
+    return {"size": chosen.size, "coverage": round(coverage, 5), "counted_tokens": sum(counts.values()), "map_from": source}
 
 
 def draft_vocabulary(context: Context, split: str) -> DraftVocabulary:
@@ -59,7 +58,7 @@ def draft_vocabulary(context: Context, split: str) -> DraftVocabulary:
     size = context.settings.vocab.size or facts.vocab_size
     if size > facts.vocab_size:
         raise MustFix(f"vocab.size = {size} exceeds the verifier's vocabulary of {facts.vocab_size}", where="vocab.size", remedy="lower it")
-    return vocabulary.build(token_counts(context, split), size, chat.special_token_ids, facts.vocab_size)
+    return build(token_counts(context, split), size, chat.special_token_ids, facts.vocab_size)
 
 
 def token_counts(context: Context, split: str) -> Counter[int]:
