@@ -1,0 +1,180 @@
+"""Training checkpoints: `folder/step-000123`, there as a whole or not at all.
+
+What a folder holds: `weights.safetensors` (trained tensors and the vocabulary map, fp32; the frozen
+embedding comes from the verifier), `optimizer.safetensors` (AdamW's moments, fp32), `rng.safetensors`,
+and `checkpoint.json`, written last, with step, data cursor, counters, the settings that decide the
+result, and size and xxh3 of every other file.
+
+Decisions:
+* Written on another thread from a copy on the host, so training stands still for the copy only. At
+  most one is on its way; an error of the write is raised at the next save.
+* Everything goes to `step-000123.partial`, is fsynced, then renamed. On opening, partial folders are
+  removed and a folder whose files do not match their checksums is passed over for the one before it,
+  both with a note: a machine taken away in the middle of a write must not cost the run.
+* A resumed run is refused when a setting that changes the result differs: a run that is half one
+  recipe and half another cannot be described afterwards.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from jobs.errors import MustFix
+from jobs.storage.files import disk_full_named, fsync_file, fsync_folder, write_json_atomically
+
+VERSION = 1
+NAME = re.compile(r"step-(\d{6,})")
+PARTIAL = ".partial"
+PARTS = ("weights", "optimizer", "rng")
+
+# What a resumed run may change: where and how often something is written down, and where it runs.
+# The last two change rounding only, so they are taken with a note; everything else is refused.
+FREE = frozenset({"checkpoint_every", "keep_checkpoints", "evaluate_every", "log_every", "bad_step_limit"})
+ROUNDING = frozenset({"device", "compile"})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk; `state` is its checkpoint.json."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+    def tensors(self, part: str) -> dict[str, Tensor]:
+        """`weights`, `optimizer` or `rng`, by name, on CPU."""
+        return load_file(self.folder / f"{part}.safetensors")
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def newest(folder: Path, note: Callable[[str], None] = lambda text: None) -> Checkpoint | None:
+    """The newest whole checkpoint, or None. Reads every byte of it once, for the checksums."""
+    for path in _finished(folder):
+        problem, state = _check(path)
+        if problem is None:
+            return Checkpoint(path, state)
+        note(f"checkpoint {path.name} is passed over: {problem}")
+    return None
+
+
+def clean(folder: Path, note: Callable[[str], None] = lambda text: None) -> None:
+    """Removes what a killed run left half written. One process of the run calls it."""
+    for path in sorted(folder.glob(f"step-*{PARTIAL}")):
+        note(f"half-written checkpoint {path.name} removed")
+        shutil.rmtree(path)
+
+
+def _finished(folder: Path) -> list[Path]:
+    """Finished folders, newest first."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _check(path: Path) -> tuple[str | None, dict[str, Any]]:
+    """(what is wrong or None, checkpoint.json)."""
+    try:
+        state = json.loads((path / "checkpoint.json").read_text())
+        files = state["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "checkpoint.json is missing or unreadable", {}
+    if state.get("version") != VERSION:
+        return f"it has version {state.get('version')}, this program reads {VERSION}", state
+    for name, wanted in files.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != wanted["bytes"]:
+            return f"{name} is missing or has another size", state
+        if _checksum(file) != wanted["xxh3"]:
+            return f"{name} does not match its checksum", state
+    return None, state
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], keep: int) -> Path:
+    """Writes one checkpoint and removes the oldest beyond `keep`; a full disk is MustFix."""
+    final = folder / name_of(state["step"])
+    partial = final.with_name(final.name + PARTIAL)
+    with disk_full_named(folder):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        files = {}
+        for part in PARTS:
+            file = partial / f"{part}.safetensors"
+            save_file(dict(tensors[part]), file)
+            fsync_file(file)
+            files[file.name] = {"bytes": file.stat().st_size, "xxh3": _checksum(file)}
+        write_json_atomically(partial / "checkpoint.json", {"version": VERSION, **state, "files": files})
+        fsync_folder(partial)
+        if final.exists():  # passed over on opening, or the same step saved again
+            shutil.rmtree(final)
+        partial.rename(final)
+        fsync_folder(folder)
+    for old in _finished(folder)[keep:]:
+        # Renamed first: a folder that vanishes half way must not look finished.
+        doomed = old.with_name(old.name + PARTIAL)
+        shutil.rmtree(doomed, ignore_errors=True)
+        old.rename(doomed)
+        shutil.rmtree(doomed)
+    return final
+
+
+class CheckpointWriter:
+    """Writes checkpoints behind the training loop's back, one at a time."""
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder, self.keep = folder, keep
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: Future[Path] | None = None
+
+    def save(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        """Takes host copies nobody changes any more and returns; waits for the one before."""
+        self.wait()
+        self._running = self._pool.submit(write, self.folder, tensors, state, self.keep)
+
+    def wait(self) -> Path | None:
+        """Until the last one is on disk; raises what its write raised."""
+        running, self._running = self._running, None
+        return running.result() if running else None
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+def refuse_changes(saved: Mapping[str, Any], current: Mapping[str, Any], note: Callable[[str], None]) -> None:
+    """MustFix naming every difference that would change the result; others are taken, with a note.
+
+    Both are flat: name -> JSON value. Settings of the train section go by their key.
+    """
+    changed = [name for name in sorted({*saved, *current}) if saved.get(name) != current.get(name)]
+    refused = [name for name in changed if name not in FREE | ROUNDING]
+    if refused:
+        listed = ", ".join(f"{name} was {saved.get(name)!r} and is {current.get(name)!r}" for name in refused)
+        raise MustFix(
+            f"training cannot be continued with other settings: {listed}",
+            where="train, against its newest checkpoint",
+            remedy="set them back, or train anew with --redo train",
+        )
+    for name in changed:
+        effect = "the result changes in rounding" if name in ROUNDING else "the result does not depend on it"
+        note(f"train.{name} was {saved.get(name)!r} and is {current.get(name)!r}: {effect}")

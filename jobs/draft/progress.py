@@ -1,0 +1,96 @@
+"""What a person wants to see of training: lines for the log and the display, and TensorBoard files.
+
+Figures are means over the optimizer steps since the last line, weighted by loss positions; sums stay
+on the device until a line is due, so that logging does not make the GPU wait.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jobs.draft.loss import Unrolled
+
+
+class Window:
+    """Sums over the optimizer steps since the last line of the log."""
+
+    def __init__(self, ttt_steps: int, decay: float, device: torch.device):
+        self.decay = decay ** torch.arange(ttt_steps, dtype=torch.float64)  # [K]
+        self.sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=device)
+        self.began = time.perf_counter()
+        self.used = self.rows = self.steps = 0
+        self.waited = 0.0
+
+    def add(self, sums: Tensor, used: int, rows: int, waited: float) -> None:
+        """One optimizer step: `Unrolled` as `[4, k]`, rows without and with padding of ALL ranks, and
+        the seconds THIS rank waited for data."""
+        self.sums[:, : sums.shape[1]] += sums
+        self.used, self.rows, self.steps = self.used + used, self.rows + rows, self.steps + 1
+        self.waited += waited
+
+    def line(self) -> dict[str, Any]:
+        """The figures so far; NaN never appears (a share of nothing is None)."""
+        seconds = max(time.perf_counter() - self.began, 1e-9)
+        sums = Unrolled(*self.sums.cpu())
+        asked = sums.count > 0
+        total = float((self.decay * sums.count).sum())
+        chain = sums.chain / sums.count.clamp(min=1)
+        return {
+            "loss": float((self.decay * sums.loss).sum()) / total if total else None,
+            "loss_by_step": _listed(sums.loss / sums.count, asked),
+            "accuracy_by_step": _listed(sums.correct / sums.count, asked),
+            # Greedy, over all positions: an indication while training runs, not the walk of the replay.
+            "acceptance_estimate": 1 + float(chain.sum()),
+            "loss_positions": int(sums.count.sum()),
+            "tokens_per_second": self.used / seconds,
+            "steps_per_second": self.steps / seconds,
+            "data_wait": self.waited / seconds,
+            "padding": 1 - self.used / self.rows if self.rows else None,
+        }
+
+
+def _listed(values: Tensor, asked: Tensor) -> list[float | None]:
+    return [float(value) if there else None for value, there in zip(values, asked, strict=True)]
+
+
+class Reporter:
+    """Hands lines on: to the caller's `report` and to TensorBoard. Silent on all ranks but the first."""
+
+    def __init__(self, report: Callable[[dict[str, Any]], None], folder: Path | None):
+        self._report = report if folder else lambda line: None
+        self._board = None
+        if folder:
+            from torch.utils.tensorboard import SummaryWriter  # a second to import
+
+            self._board = SummaryWriter(str(folder))
+
+    def note(self, text: str) -> None:
+        """A remark without figures: `{"note": text}`."""
+        self._report({"note": text})
+
+    def line(self, line: dict[str, Any]) -> None:
+        """A line with its `step`; numbers, lists of numbers and one level of mappings go to TensorBoard."""
+        self._report(line)
+        if self._board:
+            for name, value in _flat(line):
+                self._board.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        if self._board:
+            self._board.close()
+
+
+def _flat(line: Mapping[str, Any], prefix: str = "train/"):
+    for name, value in line.items():
+        if isinstance(value, bool) or value is None:
+            continue
+        if isinstance(value, int | float):
+            yield prefix + name, value
+        elif isinstance(value, list):
+            yield from _flat({str(number): item for number, item in enumerate(value)}, f"{prefix}{name}/")
+        elif isinstance(value, Mapping):
+            yield from _flat(value, f"{name}/")

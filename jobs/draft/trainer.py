@@ -1,0 +1,370 @@
+"""Training of the draft head: one loop for a laptop's CPU and for the GPUs of several machines.
+
+Decisions:
+* The result depends on settings, seed and sample ids, not on the number of processes: packed rows
+  go round-robin to the ranks, losses are SUMMED in the backward pass, and gradients divided by the
+  global number of loss positions afterwards, together with the clipping, in one pass.
+* Weights, gradients, moments and norms are fp32; matmuls are bf16 on CUDA (autocast), fp32 on CPU.
+* The learning rate is a function of the step, and training draws no random numbers outside the plan,
+  so a checkpoint is weights, moments, step and counters. On CPU the number of threads is saved too:
+  it decides the order of sums, and "bit-identical after a kill" includes a kill that moves the run.
+* Every process reads the newest checkpoint itself (the folder must be visible to all); the first
+  one writes.
+"""
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jobs.draft import checkpoint
+from jobs.draft.attention import Documents
+from jobs.draft.data import PackedRow, ReadAhead, check_fit, cut_store
+from jobs.draft.loss import TargetHead, Unroll
+from jobs.draft.model import Eagle3Head, VerifierWeights
+from jobs.draft.packing import Plan
+from jobs.draft.progress import Reporter, Window
+from jobs.draft.ranks import Ranks, joined
+from jobs.errors import Interrupted, MustFix
+from jobs.settings import TrainSettings
+from jobs.storage.files import write_json_atomically
+from jobs.storage.states import StateStore
+
+
+@dataclass
+class TrainResult:
+    """What became of a training; `tokens` are trained rows without padding, over all ranks and runs."""
+
+    steps: int
+    tokens: int
+    bad_steps: int
+    seconds: float  # of this process; less than the whole after a resume
+    resumed_from: int | None
+    loss: float | None  # of the last log window
+    pieces: int
+    split_samples: int
+    dropped_pieces: int
+    dropped_rows: int
+    padding: float
+    checkpoint: str
+
+    def counts(self) -> dict[str, Any]:
+        """For the ledger."""
+        return asdict(self)
+
+
+def learning_rate(step: int, steps: int, settings: TrainSettings, warm: bool) -> float:
+    """Linear warm-up, then a cosine down to `final_share` of the peak; step counts from 0."""
+    peak = settings.warm_start_learning_rate if warm else settings.learning_rate
+    rising = math.ceil(settings.warmup_share * steps)
+    if step < rising:
+        return peak * (step + 1) / rising
+    done = (step - rising) / max(1, steps - rising)
+    return peak * (settings.final_share + (1 - settings.final_share) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def train(
+    *,
+    settings: TrainSettings,
+    seed: int,
+    head: Eagle3Head,
+    verifier: VerifierWeights,
+    store: StateStore,
+    sample_ids: Sequence[str],
+    folder: Path,
+    warm: bool,
+    evaluate: Callable[[Eagle3Head], dict] | None,
+    should_stop: Callable[[], bool],
+    report: Callable[[dict], None],
+) -> TrainResult:
+    """Trains `head` in place, from the newest whole checkpoint of `folder` if there is one.
+
+    warm: the head was trained before; picks the learning rate. evaluate: called with the head every
+    `evaluate_every` steps and at the end; its figures go out as `{"step", "evaluation"}`. should_stop:
+    asked before each optimizer step; when true, everything is saved and Interrupted raised. report:
+    gets a line (see `jobs.draft.progress`) every `log_every` steps, and `{"note": text}`. After a
+    kill, lines of steps since the last checkpoint are reported again.
+
+    MustFix: states, head and verifier that do not belong together; no token to train on; more ranks
+    than packed rows a step; a changed setting on resume; too many steps that are not finite.
+    """
+    verifier.check(head.config.vocab_size, head.config.hidden_size)
+    check_fit(store, head.config)
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = cut_store(store, sample_ids, head.config, settings.max_length)
+    plan = Plan(
+        pieces, rows=settings.tokens_per_step, accumulate=settings.accumulate, epochs=settings.epochs,
+        max_steps=settings.max_steps, seed=seed,
+    )  # fmt: skip
+    with joined(settings.device, settings.accumulate) as ranks:
+        reporter = Reporter(report, folder / "tensorboard" if ranks.first else None)
+        if ranks.first:
+            checkpoint.clean(folder, reporter.note)
+        ranks.barrier()
+        saved = checkpoint.newest(folder, reporter.note)
+        with _threads(ranks, saved):
+            run = _Run(settings, seed, head, verifier, store, plan, folder, warm, ranks, reporter)
+            try:
+                if saved:
+                    run.restore(saved)
+                run.loop(evaluate, should_stop)
+            finally:
+                run.writer.close()
+                reporter.close()
+        return run.result(saved)
+
+
+@contextmanager
+def _threads(ranks: Ranks, saved: checkpoint.Checkpoint | None) -> Iterator[None]:
+    """On CPU: all cores of this process (an engine in it may have set one), or as many as before the kill."""
+    before = torch.get_num_threads()
+    if ranks.device.type == "cpu":
+        here = max(1, len(os.sched_getaffinity(0)) // ranks.world)
+        torch.set_num_threads(saved.state["threads"] if saved else here)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Run:
+    """One training on one rank: the pieces that the loop joins."""
+
+    def __init__(
+        self, settings: TrainSettings, seed: int, head: Eagle3Head, verifier: VerifierWeights, store: StateStore,
+        plan: Plan, folder: Path, warm: bool, ranks: Ranks, reporter: Reporter,
+    ):  # fmt: skip
+        self.settings, self.seed, self.store, self.plan = settings, seed, store, plan
+        self.folder, self.warm, self.ranks, self.reporter = folder, warm, ranks, reporter
+        self.head = head.to(ranks.device).train()
+        for name, parameter in head.named_parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                parameter.data = parameter.data.float()
+        self.trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
+        self.cuda = ranks.device.type == "cuda"
+        self.compiled = self.cuda and settings.compile
+        dtype = torch.bfloat16 if self.cuda else torch.float32
+        targets = TargetHead(verifier.lm_head, head.draft_ids.cpu(), dtype).to(ranks.device)
+        unroll = Unroll(head, targets, settings.loss, every_row=self.compiled)
+        self.unroll = ranks.wrap(torch.compile(unroll) if self.compiled else unroll)
+        matrices = [p for p in self.trained.values() if p.ndim > 1]
+        vectors = [p for p in self.trained.values() if p.ndim <= 1]
+        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True)
+        self.writer = checkpoint.CheckpointWriter(folder, settings.keep_checkpoints)
+        self.step = self.tokens = self.bad_steps = 0
+        self.last_loss: float | None = None
+        self.began = time.perf_counter()
+
+    # ------------------------------------------------------------------ the loop
+
+    def loop(self, evaluate: Callable[[Eagle3Head], dict] | None, should_stop: Callable[[], bool]) -> None:
+        settings, plan, ranks = self.settings, self.plan, self.ranks
+        share = plan.share(self.step, ranks.rank, ranks.world)
+        window = self._window()
+        with ReadAhead(self.store, share, plan.rows, self.head.config.taps, pin=self.cuda) as ahead:
+            while self.step < plan.steps:
+                if ranks.any(should_stop()):
+                    self.save()
+                    self.writer.wait()
+                    raise Interrupted(f"training was stopped after step {self.step} of {plan.steps}; everything is saved")
+                grad_norm = self.optimizer_step(ahead, window)
+                self.step += 1
+                if self.step % settings.log_every == 0 or self.step == plan.steps:
+                    self._log(window, grad_norm)
+                    window = self._window()
+                last = self.step == plan.steps
+                if self.step % settings.checkpoint_every == 0 or last:
+                    self.save()
+                if evaluate and (last or (settings.evaluate_every and self.step % settings.evaluate_every == 0)):
+                    self._evaluate(evaluate)
+                    window = self._window()
+        self.writer.wait()
+
+    def optimizer_step(self, ahead: ReadAhead, window: Window) -> float:
+        """Forward and backward over this rank's packed rows, then one update; returns the gradient norm."""
+        settings = self.settings
+        short = self.step < settings.single_step_share * self.plan.steps
+        ttt_steps = 1 if short else settings.ttt_steps
+        decay = settings.ttt_decay ** torch.arange(ttt_steps, dtype=torch.float32, device=self.ranks.device)  # [K]
+        micro_rows = -(-settings.accumulate // self.ranks.world)
+        waited = ahead.waited
+        sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=self.ranks.device)
+        samples: list[str] = []
+        for number in range(micro_rows):
+            row = ahead.next().to(self.ranks.device)
+            samples += row.sample_ids
+            # Gradients are exchanged once a step, behind the last row's backward pass.
+            together = number + 1 == micro_rows or self.ranks.world == 1
+            with nullcontext() if together else self.unroll.no_sync():
+                sums += self._backward(row, ttt_steps, decay)
+        sums = self.ranks.sum(sums)
+        count = float((decay.double() * sums[1]).sum())
+        norm = self._update(float((decay.double() * sums[0]).sum()), count, samples)
+        used = sum(piece.rows for packed in self.plan.step_rows(self.step) for piece in packed)
+        self.tokens += used
+        if math.isfinite(norm):
+            window.add(sums, used, self.plan.rows * len(self.plan.step_rows(self.step)), ahead.waited - waited)
+        return norm
+
+    def _backward(self, row: PackedRow, ttt_steps: int, decay: Tensor) -> Tensor:
+        """One packed row; returns its sums `[4, K]`, without gradient."""
+        documents = Documents(row.lengths, self.plan.rows, self.ranks.device, flex=self.compiled)
+        if self.compiled:
+            documents.block_mask  # noqa: B018 - made here, outside the compiled region
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.cuda):
+            unrolled = self.unroll(row, documents, ttt_steps)
+        # DDP averages over ranks; the total is a sum over all rows of all ranks.
+        ((unrolled.loss * decay).sum() * self.ranks.world).backward()
+        return torch.stack([column.detach() for column in unrolled]).double()
+
+    def _update(self, loss_sum: float, count: float, samples: list[str]) -> float:
+        """Divides by the loss positions, clips, steps; returns the norm of the mean gradient.
+
+        A loss or norm that is not finite leaves the weights as they are and is counted. Every rank
+        decides alike: sums and gradients are already those of all ranks.
+        """
+        gradients = [p.grad for p in self.trained.values()]
+        norm = 0.0
+        if count:
+            norm = float(nn.utils.get_total_norm(gradients)) / count
+            if math.isfinite(norm) and math.isfinite(loss_sum):
+                torch._foreach_mul_(gradients, min(1.0, self.settings.clip / (norm + 1e-6)) / count)
+                rate = learning_rate(self.step, self.plan.steps, self.settings, self.warm)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                self.optimizer.step()
+            else:
+                self._bad_step(loss_sum / count, norm, samples)
+                norm = math.nan
+        self.optimizer.zero_grad(set_to_none=self.ranks.world == 1)
+        return norm
+
+    # ------------------------------------------------------------------ what is written down
+
+    def _bad_step(self, loss: float, norm: float, samples: list[str]) -> None:
+        """Counts a skipped step and keeps the evidence; too many are MustFix."""
+        self.bad_steps += 1
+        evidence = self.folder / f"bad-{checkpoint.name_of(self.step)}.json"
+        if self.ranks.first:
+            taps = self.head.config.taps
+            finite = {s: bool(all(x.isfinite().all() for x in _states(self.store, s, taps))) for s in dict.fromkeys(samples)}
+            weights = [name for name, p in self.trained.items() if not bool(p.isfinite().all())]
+            rate = learning_rate(self.step, self.plan.steps, self.settings, self.warm)
+            content = {
+                "step": self.step, "loss": repr(loss), "grad_norm": repr(norm), "learning_rate": rate,
+                "states_finite_by_sample": finite, "weights_not_finite": weights, "bad_steps": self.bad_steps,
+            }  # fmt: skip
+            write_json_atomically(evidence, content)
+            self.reporter.note(f"step {self.step} is skipped: loss {loss}, gradient norm {norm}; evidence in {evidence.name}")
+        if self.bad_steps > self.settings.bad_step_limit:
+            raise MustFix(
+                f"{self.bad_steps} optimizer steps had a loss or gradient that is not finite",
+                where=str(evidence),
+                remedy="see whether states or weights are bad there; else lower train.learning_rate",
+            )
+
+    def _window(self) -> Window:
+        return Window(self.settings.ttt_steps, self.settings.ttt_decay, self.ranks.device)
+
+    def _log(self, window: Window, grad_norm: float) -> None:
+        figures = window.line()
+        self.last_loss = figures["loss"]
+        rate, cursor = figures.pop("steps_per_second"), self.plan.cursor(self.step)
+        self.reporter.line({
+            "step": self.step, "steps": self.plan.steps, "epoch": cursor.epoch, **figures,
+            "learning_rate": learning_rate(self.step - 1, self.plan.steps, self.settings, self.warm),
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "eta_seconds": (self.plan.steps - self.step) / rate if rate else None,
+            "trained_tokens": self.tokens, "bad_steps": self.bad_steps,
+        })  # fmt: skip
+
+    def _evaluate(self, evaluate: Callable[[Eagle3Head], dict]) -> None:
+        """The first rank judges, the others wait at the next exchange."""
+        if self.ranks.first:
+            with torch.no_grad():
+                figures = evaluate(self.head.eval())
+            self.head.train()
+            self.reporter.line({"step": self.step, "steps": self.plan.steps, "evaluation": figures})
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self) -> None:
+        """Copies everything to the host and lets it be written in the background."""
+        if not self.ranks.first or self.step == 0:
+            return
+        weights = {**self.trained, "d2t": self.head.d2t, "t2d": self.head.t2d}
+        moments: dict[str, Tensor] = {}
+        for name, parameter in self.trained.items():
+            for part, value in self.optimizer.state.get(parameter, {}).items():
+                moments[f"{name}/{part}"] = value
+        rng = {"cpu": torch.get_rng_state()}
+        if self.cuda:
+            rng["cuda"] = torch.cuda.get_rng_state()
+        cursor = self.plan.cursor(self.step)
+        state = {
+            "step": self.step, "cursor": asdict(cursor), "tokens": self.tokens, "bad_steps": self.bad_steps,
+            "threads": torch.get_num_threads(), "identity": self.identity(),
+            "scheduler": {"learning_rate": learning_rate(self.step, self.plan.steps, self.settings, self.warm)},
+        }  # fmt: skip
+        self.writer.save({"weights": _copied(weights), "optimizer": _copied(moments), "rng": _copied(rng)}, state)
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Takes over a checkpoint; MustFix where it was made with settings that give another result."""
+        checkpoint.refuse_changes(saved.state["identity"], self.identity(), self.reporter.note)
+        weights = saved.tensors("weights")
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(weights.pop(name))
+        self.head.d2t.copy_(weights.pop("d2t"))
+        self.head.t2d.copy_(weights.pop("t2d"))
+        assert not weights, f"a checkpoint with unknown tensors: {sorted(weights)}"
+        moments = saved.tensors("optimizer")
+        for name, parameter in self.trained.items():
+            parts = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
+            if parts:  # none when every step so far was skipped
+                self.optimizer.state[parameter] = {part: value.to(parameter.device) for part, value in parts.items()}
+        rng = saved.tensors("rng")
+        torch.set_rng_state(rng["cpu"])
+        if self.cuda and "cuda" in rng:
+            torch.cuda.set_rng_state(rng["cuda"])
+        self.step, self.tokens, self.bad_steps = (saved.state[key] for key in ("step", "tokens", "bad_steps"))
+        self.reporter.note(f"training continues after step {self.step} of {self.plan.steps}")
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that decides the result, flat and as JSON values: `refuse_changes` compares it."""
+        names = "\n".join(f"{p.sample_id} {p.first} {p.rows}" for p in self.plan.cut.pieces)
+        return json.loads(json.dumps({
+            **self.settings.model_dump(mode="json"), "seed": self.seed, "warm start": self.warm,
+            "samples": hashlib.sha256(names.encode()).hexdigest(),
+            "state store": asdict(self.store.layout), "head": asdict(self.head.config),
+            "draft vocabulary": hashlib.sha256(self.head.d2t.cpu().numpy().tobytes()).hexdigest(),
+        }))  # fmt: skip
+
+    def result(self, saved: checkpoint.Checkpoint | None) -> TrainResult:
+        cut = self.plan.cut
+        return TrainResult(
+            steps=self.step, tokens=self.tokens, bad_steps=self.bad_steps, seconds=time.perf_counter() - self.began,
+            resumed_from=saved.step if saved else None, loss=self.last_loss, pieces=len(cut.pieces),
+            split_samples=cut.split_samples, dropped_pieces=cut.dropped_pieces, dropped_rows=cut.dropped_rows,
+            padding=self.plan.padding_share, checkpoint=checkpoint.name_of(self.step),
+        )  # fmt: skip
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Host copies that training does not write into."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def _states(store: StateStore, sample_id: str, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    sample = store.read(sample_id, taps)
+    return sample.taps, sample.final
