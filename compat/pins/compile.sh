@@ -51,7 +51,7 @@ lock s3 -c test.lock s3.in
   echo "# set, bytes to download, bytes installed (Python 3.11, x86-64 Linux). Written by compile.sh, read by entrypoints/local."
   for name in cpu test gpu; do
     "$uv" venv --quiet --python 3.11 "$work/$name"
-    VIRTUAL_ENV=$work/$name "$uv" pip sync --quiet --no-build --require-hashes --link-mode copy "$name.lock"
+    VIRTUAL_ENV=$work/$name "$uv" pip sync --quiet --no-build --require-hashes "$name.lock"
     installed=$(du -s --block-size=1 "$work/$name" | cut -f1)
     rm -rf "${work:?}/$name"
     echo "$name $("$uv" run --quiet --no-project --with packaging python download_size.py "$work/pylock.$name.toml") $installed"
