@@ -32,7 +32,7 @@ from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.settings import PushSettings
 from jobs.storage.files import disk_full_named, fsync_folder, held, sha256_file, write_all, write_atomically
 from jobs.storage.folder import FolderDestination
-from jobs.storage.manifest import CLAIM, MANIFEST, FileEntry, Manifest, UploadState
+from jobs.storage.manifest import CLAIM, MANIFEST, WANTED, FileEntry, Manifest, UploadState
 from jobs.storage.s3 import S3Destination
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -48,7 +48,7 @@ class Destination(Protocol):
 
     def hold(self) -> contextlib.AbstractContextManager[None]: ...
     def found(self, name: str) -> tuple[int, str | None] | None: ...  # (bytes, sha256 where known)
-    def holds(self, entry: FileEntry, state: UploadState) -> bool: ...  # exactly this content is there
+    def holds(self, entry: FileEntry, believed: bool) -> bool: ...  # this content is there; `believed`: a record says so
     def read(self, name: str, start: int = 0) -> Iterator[bytes]: ...
     def read_small(self, name: str) -> bytes | None: ...
     def write_small(self, name: str, data: bytes, *, only_if_absent: bool = False) -> bool: ...
@@ -118,7 +118,7 @@ def publish(
         for entry in manifest.files:
             if should_stop():
                 raise Interrupted("The upload was stopped", where=uri, remedy="run the same command to go on")
-            if place.holds(entry, upload_state):
+            if place.holds(entry, standing == manifest.content or upload_state.arrived(entry)):
                 arrived(entry.bytes, sent=False)
                 continue
             _require_claim(place, manifest)
@@ -156,19 +156,18 @@ def pull(
     staging = folder.with_name(f".{folder.name}.partial")
     with disk_full_named(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with held(folder.with_name(f".{folder.name}.lock"), what=f"the download to {folder}"):
+        with held(folder.with_name(f".{folder.name}.lock"), what=f"the download to {folder}", remove=True):
             _prepare_staging(staging, manifest)
             done = 0
             for entry in manifest.files:
                 _download(place, entry, staging, lambda size, base=done: _tell(progress, base + size, manifest), should_stop)
                 done += entry.bytes
             write_atomically(staging / MANIFEST, manifest.content)
-            (staging / _WANTED).unlink()
+            (staging / WANTED).unlink()
             for path in [staging, *(path for path in staging.rglob("*") if path.is_dir())]:
                 fsync_folder(path)
             os.rename(staging, folder)  # replaces an empty folder, never one with files
             fsync_folder(folder.parent)
-    folder.with_name(f".{folder.name}.lock").unlink(missing_ok=True)
     return manifest.value
 
 
@@ -279,8 +278,6 @@ def _seal(place: Destination, manifest: Manifest, state: UploadState) -> None:
 
 # -- pulling -------------------------------------------------------------------------------------------
 
-_WANTED = ".manifest.wanted"  # in the staging folder: what its files belong to
-
 
 def _tell(progress: Progress | None, done: int, manifest: Manifest) -> None:
     if progress:
@@ -326,7 +323,7 @@ def _already_there(folder: Path, manifest: Manifest) -> bool:
 
 def _prepare_staging(staging: Path, manifest: Manifest) -> None:
     """Keep what an interrupted download of the same manifest left, remove that of another."""
-    wanted = staging / _WANTED
+    wanted = staging / WANTED
     if staging.exists() and not (wanted.is_file() and wanted.read_bytes() == manifest.content):
         for path in sorted(staging.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()

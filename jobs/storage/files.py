@@ -119,19 +119,19 @@ def sha256_file(path: Path, progress: Callable[[int], None] | None = None) -> st
 
 
 @contextlib.contextmanager
-def held(path: Path, *, what: str, wait_seconds: float = 5.0) -> Iterator[None]:
+def held(path: Path, *, what: str, wait_seconds: float = 5.0, remove: bool = False) -> Iterator[None]:
     """Hold an exclusive flock on the file `path` (created where missing); held by another process -> MustFix.
 
     The kernel lets go of it when the process ends, however it ends. It is waited for a moment: the
-    workers of an engine whose driver was killed need a second or two to notice and die.
+    workers of an engine whose driver was killed need a second or two to notice and die. `remove` takes
+    the file away at the end, for folders that should hold nothing but their contents.
     """
+    deadline = time.monotonic() + wait_seconds
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        deadline = time.monotonic() + wait_seconds
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise MustFix(
@@ -140,9 +140,23 @@ def held(path: Path, *, what: str, wait_seconds: float = 5.0) -> Iterator[None]:
                         remedy="wait for it to end, or end it, then run the same command again",
                     ) from None
                 time.sleep(0.1)
+                continue
+            if _is_still(path, descriptor):
+                break
+            os.close(descriptor)  # its last holder removed it: a lock on a nameless file keeps nobody out
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         yield
+        if remove:
+            path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:

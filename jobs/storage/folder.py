@@ -5,6 +5,7 @@ flock; every file under a hidden temporary name until it is complete, then renam
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ def _permission_named(path: Path) -> Iterator[None]:
             f"The folder cannot be used: {error.strerror}", where=str(path), remedy="check push.uri and its permissions"
         ) from None
     except OSError as error:
-        if error.errno != 30:  # EROFS
+        if error.errno != errno.EROFS:
             raise
         raise MustFix("The file system is read-only", where=str(path), remedy="choose another push.uri") from None
 
@@ -35,21 +36,17 @@ class FolderDestination:
     """Files below `root`; see bucket.Destination for what the methods promise."""
 
     exclusive = True  # whoever holds the flock is alone: a dead publisher's claim may be taken over
-    conditional = True
 
     def __init__(self, uri: str, root: Path):
         self.uri, self.root = uri, root
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        with _permission_named(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
-            held_lock = held(self.root / LOCK, what="this destination")
-            held_lock.__enter__()
-        try:
+        with contextlib.ExitStack() as stack:
+            with _permission_named(self.root):
+                self.root.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(held(self.root / LOCK, what="this destination", remove=True))
             yield
-        finally:
-            held_lock.__exit__(None, None, None)
 
     def found(self, name: str) -> tuple[int, str | None] | None:
         path = self.root / name
@@ -59,7 +56,7 @@ class FolderDestination:
             except FileNotFoundError:
                 return None
 
-    def holds(self, entry: FileEntry, state: UploadState) -> bool:
+    def holds(self, entry: FileEntry, believed: bool) -> bool:
         """Reading a local file again is cheap, so its content decides."""
         found = self.found(entry.name)
         return found is not None and found[0] == entry.bytes and sha256_file(self.root / entry.name) == entry.sha256

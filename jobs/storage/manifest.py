@@ -18,6 +18,7 @@ from jobs.storage.files import write_json_atomically
 MANIFEST = "manifest.json"
 CLAIM = "publishing.json"  # stands at the destination while an upload is under way
 LOCK = ".publishing.lock"  # flock of a file:// destination
+WANTED = ".manifest.wanted"  # in a download's staging folder: the manifest its files belong to
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Manifest:
         for entry in files:
             path = PurePosixPath(entry.name)
             unsafe = path.is_absolute() or ".." in path.parts or str(path) != entry.name or "\\" in entry.name
-            if unsafe or entry.name in (MANIFEST, CLAIM, LOCK) or entry.bytes < 0:
+            ours = entry.name in (MANIFEST, CLAIM, LOCK, WANTED) or entry.name.endswith(".partial")
+            if unsafe or ours or entry.bytes < 0:
                 raise MustFix(
                     f"The manifest names an impossible file {entry.name!r}", where=where, remedy="publish again"
                 )

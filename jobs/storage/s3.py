@@ -168,14 +168,15 @@ class S3Destination:
             raise explained(error, self.uri) from None
         except BotoCoreError as error:
             raise explained(error, self.uri) from None
-        return head["ContentLength"], head.get("Metadata", {}).get("sha256")
+        metadata = {name.lower(): value for name, value in head.get("Metadata", {}).items()}  # rclone says `Sha256`
+        return head["ContentLength"], metadata.get("sha256")
 
-    def holds(self, entry: FileEntry, state: UploadState) -> bool:
-        """Equal size alone proves nothing (every head of one shape has it): the metadata or our own record must agree."""
+    def holds(self, entry: FileEntry, believed: bool) -> bool:
+        """Equal size alone proves nothing (every head of one shape has it): the metadata must agree, or a record."""
         found = self.found(entry.name)
         if found is None or found[0] != entry.bytes:
             return False
-        return found[1] == entry.sha256 if found[1] else state.arrived(entry)
+        return found[1] == entry.sha256 if found[1] else believed
 
     def read(self, name: str, start: int = 0) -> Iterator[bytes]:
         try:

