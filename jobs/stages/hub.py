@@ -22,6 +22,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 IGNORED = ("*.bin.index.json", "*.gguf", "*.onnx", "*.pth", "original/*", "figures/*", "*.png", "*.gif", "*.mp4")
 STALL_SECONDS = 120
 ATTEMPTS = 5
+# A child that has not begun is importing, not hanging: on a busy machine that takes its time.
+START_SECONDS = 30
 
 
 def is_hub_id(model: str) -> bool:
@@ -113,12 +115,10 @@ def _cached(model: str, revision: str) -> Path | None:
 
 
 def _watch(context: Context, child: subprocess.Popen, total: int, stall_seconds: float) -> str:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    last, since = -1, time.monotonic()
+    last, since = _cache_size(), time.monotonic() + START_SECONDS
     while child.poll() is None:
         context.should_stop.raise_if_set()
-        size = sum(f.stat().st_size for f in Path(HF_HUB_CACHE).rglob("*") if f.is_file() and not f.is_symlink())
+        size = _cache_size()
         if size != last:
             last, since = size, time.monotonic()
             context.progress(size / 1e9, total / 1e9, "GB")
@@ -129,6 +129,12 @@ def _watch(context: Context, child: subprocess.Popen, total: int, stall_seconds:
             return ""
         time.sleep(0.2 if total < 1e9 else 5)
     return child.stdout.read() if child.stdout else ""
+
+
+def _cache_size() -> int:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return sum(f.stat().st_size for f in Path(HF_HUB_CACHE).rglob("*") if f.is_file() and not f.is_symlink())
 
 
 def _download_here(model: str, revision: str) -> None:

@@ -1,0 +1,75 @@
+"""A finished run does nothing again; cheap stages that became stale run by themselves, paid ones refuse with 78."""
+
+import json
+
+import pytest
+
+from tests.jobs.small_smoke import run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stale") / "run"
+    result = run(folder)
+    assert result["status"] == "done", result["error"]
+    assert result["verifier_loads"] == 1, "eval answers, train answers and their states on one engine start"
+    return folder
+
+
+def seconds(result: dict) -> dict:
+    return {name: stage["seconds"] for name, stage in result["stages"].items() if name not in ("preflight", "fetch")}
+
+
+def test_the_same_command_again_does_nothing(finished):
+    before = seconds(json.loads((finished / "run.json").read_text()))
+    result = run(finished)
+    assert result["status"] == "done" and result["verifier_loads"] == 0
+    assert seconds(result) == before
+
+
+def test_a_cheap_stage_runs_again_by_itself_and_what_follows_it(finished):
+    before = seconds(json.loads((finished / "run.json").read_text()))
+    result = run(finished, "evaluate.bootstrap=200")
+    assert result["status"] == "done"
+    changed = {name for name, value in seconds(result).items() if value != before[name]}
+    assert "evaluate" in changed and not changed & {"generate.eval", "generate.train", "train"}
+    run(finished)
+
+
+@pytest.mark.parametrize(
+    ("override", "stage", "named"),
+    [
+        ("train.learning_rate=0.001", "train", "train.learning_rate was 0.004, is 0.001"),
+        ("generate.max_new_tokens=25", "generate.eval", "generate.max_new_tokens was 24, is 25"),
+        ("generate.train_token_budget=500", "generate.train", "generate.train_token_budget was None, is 500"),
+    ],
+)
+def test_paid_work_refuses_and_says_what_changed(finished, override, stage, named):
+    result = run(finished, override)
+    assert result["exit_code"] == 78 and result["status"] == "failed"
+    assert named in result["error"]["message"] and stage in result["error"]["message"]
+    assert f"--redo {stage}" in result["error"]["remedy"]
+    assert run(finished)["status"] == "done", "nothing was lost by asking"
+
+
+def test_redo_pays_again_and_keeps_what_was_there(finished):
+    result = run(finished, "train.learning_rate=0.001", arguments=("--redo", "train"))
+    assert result["status"] == "done", result["error"]
+    kept = list((finished / "superseded").glob("train-*/trained/model.safetensors"))
+    assert len(kept) == 1
+    assert kept[0].read_bytes() != (finished / "trained" / "model.safetensors").read_bytes()
+
+
+def test_a_no_go_of_the_gate_ends_well_and_publishes_nothing(tmp_path):
+    folder = tmp_path / "run"
+    result = run(folder, "gate.train_if_best_below=1.001")
+    assert result["status"] == "no_go" and result["exit_code"] == 0 and result["published"] is None
+    assert result["stages"]["generate.train"]["state"] == "skipped"
+    ledger = json.loads((folder / "run.json").read_text())
+    assert ledger["gate"]["verdict"] == "no_go" and "train_if_best_below" in ledger["gate"]["why"]
+    assert not (folder / "published").exists() and (folder / "report.html").exists()
+    forced = run(folder, arguments=("--force",))
+    assert forced["status"] == "done" and forced["published"], forced["error"]
+    assert json.loads((folder / "run.json").read_text())["gate"]["forced"] is True

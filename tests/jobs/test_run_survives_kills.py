@@ -1,0 +1,82 @@
+"""A run that is killed at any stage continues with the same command: nothing lost, nothing repeated, nothing half."""
+
+import json
+import signal
+
+import pytest
+
+from tests.jobs.small_smoke import finish, kill, lines, run, start, wait_for
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory):
+    """One run, stopped four times: SIGKILL while generating, SIGTERM while generating, SIGKILL and SIGTERM while training."""
+    folder = tmp_path_factory.mktemp("killed") / "run"
+    train = folder / "states" / "train" / "responses.jsonl"
+    story = {}
+
+    process = start(folder)
+    wait_for(lambda: lines(train) >= 3, process)
+    kill(process)
+    process.wait()
+    story["after_kill"] = [json.loads(line)["id"] for line in train.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    process = start(folder)
+    wait_for(lambda: lines(train) >= len(story["after_kill"]) + 3, process)
+    kill(process, signal.SIGTERM)
+    story["terminated"] = finish(process)
+
+    process = start(folder)
+    wait_for(lambda: any((folder / "checkpoints").glob("step-*")), process)
+    kill(process)
+    process.wait()
+
+    process = start(folder)
+    wait_for(lambda: '"stage":"train"' in (folder / "events.jsonl").read_text().rpartition("run started")[2], process)
+    kill(process, signal.SIGTERM)
+    story["terminated_in_training"] = finish(process)
+    story["final"] = run(folder)
+    return folder, story
+
+
+def test_it_ends_done(killed_run):
+    folder, story = killed_run
+    final = story["final"]
+    assert final["status"] == "done" and final["exit_code"] == 0
+    assert {stage["state"] for stage in final["stages"].values()} == {"done"}
+    assert json.loads((folder / "run.json").read_text())["status"] == "done"
+
+
+def test_sigterm_is_75_and_says_so(killed_run):
+    _, story = killed_run
+    assert story["terminated"]["status"] == "interrupted" and story["terminated"]["exit_code"] == 75
+    assert story["terminated"]["stages"]["generate.train"]["state"] == "pending"
+    assert story["terminated_in_training"]["exit_code"] in (0, 75)
+
+
+def test_no_answer_is_lost_or_repeated(killed_run):
+    folder, story = killed_run
+    ids = [json.loads(line)["id"] for line in (folder / "states" / "train" / "responses.jsonl").read_text().splitlines()]
+    assert len(ids) == len(set(ids)), "an answer stands twice"
+    assert ids[: len(story["after_kill"])] == story["after_kill"], "finished answers are kept as they were"
+    wanted = {row["id"] for row in map(json.loads, (folder / "prompts.jsonl").read_text().splitlines()) if row["split"] == "train"}
+    assert {identity.rpartition("#")[0] for identity in ids} == wanted
+
+
+def test_the_result_equals_that_of_an_unbroken_run(killed_run, tmp_path):
+    folder, _ = killed_run
+    unbroken = tmp_path / "unbroken"
+    assert run(unbroken)["status"] == "done"
+    answers = lambda path: {r["id"]: r["response_token_ids"] for r in map(json.loads, (path / "states/train/responses.jsonl").read_text().splitlines())}  # noqa: E731
+    assert answers(folder) == answers(unbroken)
+    assert (folder / "head" / "model.safetensors").read_bytes() == (unbroken / "head" / "model.safetensors").read_bytes()
+    assert (folder / "head" / "manifest.json").read_bytes() == (unbroken / "head" / "manifest.json").read_bytes()
+
+
+def test_the_ledger_counts_every_load_of_the_verifier(killed_run):
+    folder, story = killed_run
+    # Two starts generated after the first was killed; the training ones needed no verifier.
+    assert json.loads((folder / "run.json").read_text())["verifier_loads"] == 3
+    assert story["final"]["verifier_loads"] == 0

@@ -1,0 +1,90 @@
+"""The whole job as a user runs it: `smoke`, published to a real S3 server, brought back, and verified."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.jobs.small_smoke import start, finish
+from tests.s3_servers import moto_server
+
+pytestmark = pytest.mark.slow
+
+
+def job(*arguments, environment=None):
+    done = subprocess.run([sys.executable, "-m", "entrypoints.cli", *arguments, "--json"], capture_output=True, text=True, timeout=300, env=os.environ | (environment or {}))
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smoke") / "run"
+    with moto_server() as server:
+        server.make_bucket("heads")
+        push = ["push.uri=s3://heads/tiny", f"push.endpoint_url={server.endpoint}", "push.path_style=true", "push.region=us-east-1"]
+        result = finish(start(folder, *push, small=False, environment=server.environment), timeout=1200)
+        assert result["status"] == "done", result["error"]
+        yield folder, result, server, push
+
+
+def test_the_trained_head_beats_the_untrained_one_and_ngram(smoke):
+    folder, result, *_ = smoke
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert evaluation["gains"]["over_untrained"]["low"] >= 1.0
+    assert evaluation["gains"]["over_ngram"]["low"] >= 0.1
+    assert result["acceptance"].keys() >= {"untrained", "ngram", "trained", "baseline"}
+    assert 1.0 <= result["acceptance"]["untrained"] < result["acceptance"]["trained"] <= 4.0
+
+
+def test_one_load_serves_eval_and_train(smoke):
+    folder, result, *_ = smoke
+    assert result["verifier_loads"] == 1 == json.loads((folder / "run.json").read_text())["verifier_loads"]
+
+
+def test_every_state_verifies(smoke):
+    folder, *_ = smoke
+    code, result = job("states", "verify", str(folder))
+    assert code == 0, result
+    for store in result["stores"].values():
+        assert store["samples"] > 0 and store["checked_logprobs"] > 0 and not store["problems"]
+
+
+def test_prompts_in_are_responses_and_drops(smoke):
+    folder, result, *_ = smoke
+    prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    for split in ("eval", "train"):
+        turns = sum(sum(m["role"] == "user" for m in row["messages"]) for row in prompts if row["split"] == split)
+        counts = result["stages"][f"generate.{split}"]["counts"]
+        assert counts["turns"] + sum(counts["dropped"].values()) == turns
+
+
+def test_what_was_published_comes_back_whole_and_loads(smoke, tmp_path):
+    folder, result, server, push = smoke
+    assert result["published"] == "s3://heads/tiny"
+    code, pulled = job("pull", "s3://heads/tiny", str(tmp_path / "head"), *(p for s in push for p in ("--set", s)), environment=server.environment)
+    assert code == 0, pulled
+    for name in ("model.safetensors", "config.json", "README.md", "manifest.json"):
+        assert (tmp_path / "head" / name).read_bytes() == (folder / "head" / name).read_bytes()
+    from jobs.draft.formats import load_head
+
+    head = load_head(tmp_path / "head")
+    assert head.config.taps == (2, 5, 7) and head.config.max_position_embeddings == 262_144
+
+
+def test_the_card_states_data_settings_and_measured_figures(smoke):
+    folder, *_ = smoke
+    card = (folder / "head" / "README.md").read_text()
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert f"{evaluation['heads']['trained']['acceptance_length']['mean']:.3f}" in card
+    for expected in ("EAGLE-3", "untrained", "ngram", "PSF-2.0", "vllm", "[2, 5, 7]"):
+        assert expected in card
+
+
+def test_status_and_report_tell_the_same_story(smoke):
+    folder, result, *_ = smoke
+    code, status = job("status", str(folder))
+    assert code == 0 and status["acceptance"] == result["acceptance"] and status["published"] == result["published"]
+    page = (folder / "report.html").read_text()
+    assert f"{result['acceptance']['trained']:.2f}" in page and "http-equiv" not in page
