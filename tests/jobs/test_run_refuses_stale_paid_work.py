@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.jobs.small_smoke import run
+from small_smoke import run
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.jobs.small_smoke import finish, kill, lines, run, start, wait_for
+from small_smoke import finish, kill, lines, run, start, wait_for
 
 pytestmark = pytest.mark.slow
 

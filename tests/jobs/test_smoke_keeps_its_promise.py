@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.jobs.small_smoke import start, finish
-from tests.s3_servers import moto_server
+from small_smoke import start, finish
+from s3_servers import moto_server
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def smoke(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smoke") / "run"
     with moto_server() as server:
         server.make_bucket("heads")
-        push = ["push.uri=s3://heads/tiny", f"push.endpoint_url={server.endpoint}", "push.path_style=true", "push.region=us-east-1"]
+        push = ["push.uri=s3://heads/tiny", f"push.endpoint_url={server.endpoint_url}", "push.path_style=true", "push.region=us-east-1"]
         result = finish(start(folder, *push, small=False, environment=server.environment), timeout=1200)
         assert result["status"] == "done", result["error"]
         yield folder, result, server, push

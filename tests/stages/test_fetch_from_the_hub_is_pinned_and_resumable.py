@@ -11,7 +11,7 @@ import pytest
 
 from jobs.errors import MustFix
 from jobs.stages.hub import require_commit
-from tests.stages.hub_server import COMMIT, hub
+from hub_server import COMMIT, hub
 
 DOWNLOAD = """
     import io, json, sys
