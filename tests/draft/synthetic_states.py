@@ -6,9 +6,12 @@ three fixed random views of the embeddings of x[t] and x[t-1]. So there is somet
 every TTT step, and the best any head can do is known (it is right nine times in ten).
 """
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +20,16 @@ from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, 
 
 TAPS = (2, 5, 7)
 VOCABULARY, HIDDEN = 64, 32
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Training takes all cores of the process; at this size threads that wait for each other cost more
+    than they bring, and other tests want the second core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield
+    os.sched_setaffinity(0, cores)
 
 
 @dataclass(frozen=True)
