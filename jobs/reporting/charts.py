@@ -1,6 +1,6 @@
 """Small SVG charts for the report, drawn here so that the page needs no script, no font and no network.
 
-A viewBox of 400 units is about as wide as a phone: text of 12 units is readable there, and on a
+A viewBox of 360 units is about as wide as a phone: text of 12 units is readable there, and on a
 desktop the same chart is simply larger. Colours are classes (`s0` to `s5`), so that the page's
 stylesheet decides them for light and dark; every colour comes with a legend or a label. Each chart is
 an `img` to a screen reader, named by its title; the figures stand in a table beside it.
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
-WIDTH = 400
+WIDTH = 360
+LONGEST_NAME = 24  # characters of a label before it is cut; the table beside the chart has it whole
 SERIES_COLOURS = 6
 Point = tuple[float, float]
 
@@ -65,7 +66,7 @@ def interval_bars(title: str, rows: Sequence[tuple[str, float, float | None, flo
     for position, (name, mean, low, high) in enumerate(rows):
         y = top + step * position
         value = f"{mean:.2f}" if low is None or high is None else f"{mean:.2f}  ({low:.2f} to {high:.2f})"
-        parts.append(_text(2, y + 14, name, "start", "label"))
+        parts.append(_text(2, y + 14, shortened(name), "start", "label"))
         parts.append(_text(WIDTH - 2, y + 14, value, "end", "label"))
         parts.append(f'<rect class="bar {"strong" if name == "trained" else "soft"}" x="2" y="{y + 19}" width="{max(across(mean) - 2, 1):.1f}" height="14" rx="2"/>')
         if low is not None and high is not None:
@@ -78,7 +79,7 @@ def grouped_bars(title: str, groups: Sequence[str], series: Sequence[tuple[str, 
     """Shares between 0 and 1: a group of bars a position, a colour a series, the percentage above each bar."""
     if not series or not groups:
         return Markup()
-    height, left, top, bottom = 200, 40, 18, 24
+    height, left, top, bottom = 200, 46, 18, 24
     ground = height - bottom
     room = (WIDTH - left - 8) / len(groups)
     thick = min(34.0, room * 0.84 / len(series))
@@ -110,10 +111,10 @@ def duration_bars(title: str, rows: Sequence[tuple[str, float, str]]) -> Markup:
     parts = []
     for position, (name, seconds, text) in enumerate(rows):
         y = step * position
-        width = seconds / longest * (WIDTH - 196)
-        parts.append(_text(110, y + 15, name, "end", "label"))
-        parts.append(f'<rect class="bar strong" x="118" y="{y + 4}" width="{max(width, 1):.1f}" height="14" rx="2"/>')
-        parts.append(_text(118 + width + 6, y + 15, text, "start"))
+        width = seconds / longest * (WIDTH - 186)
+        parts.append(_text(106, y + 15, shortened(name), "end", "label"))
+        parts.append(f'<rect class="bar strong" x="112" y="{y + 4}" width="{max(width, 1):.1f}" height="14" rx="2"/>')
+        parts.append(_text(112 + width + 6, y + 15, text, "start"))
     return _svg(title, step * len(rows) + 4, parts)
 
 
@@ -134,6 +135,10 @@ def thinned(points: Sequence[Point], limit: int = 300) -> list[Point]:
     groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
     means = [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
     return [*means, points[-1]]
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:

@@ -8,6 +8,7 @@ Plain lines carry a UTC time, no control codes, and at most one progress line (a
 training figures) every five seconds, so that a night of logs stays readable.
 """
 
+import contextlib
 import io
 import os
 import sys
@@ -28,6 +29,7 @@ from jobs.reporting import figures
 
 SECONDS_BETWEEN_LINES = 5.0
 RATE_WINDOW_SECONDS = 60.0
+STANDARD_ERROR = 2
 
 
 class ForgivingStream(io.TextIOBase):
@@ -74,13 +76,22 @@ class ForgivingStream(io.TextIOBase):
             return
         except (OSError, ValueError):
             self.gone = True
+            self._leave_others_a_sink()
+
+    def _leave_others_a_sink(self) -> None:
+        """Libraries and child processes write to standard error too, and they do not forgive."""
+        with contextlib.suppress(OSError, ValueError):
+            if self._stream.fileno() == STANDARD_ERROR:
+                sink = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(sink, STANDARD_ERROR)
+                os.close(sink)
 
 
 class RateMeter:
     """Rate and ETA from the last minute, so that a resumed or a slowing stage shows its present speed."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None):
+        self._clock = clock or time.monotonic
         self._points: deque[tuple[float, float]] = deque()
 
     def add(self, done: float) -> None:

@@ -27,7 +27,6 @@ STAGES = (
 )
 # Counts that mean something per second. Everything else (coverage, verdicts, ids) does not.
 RATED = ("tokens", "samples", "rows", "positions", "steps", "bytes", "prompts")
-HEADS = ("none", "ngram", "untrained", "baseline", "trained")
 
 
 @dataclass(frozen=True)
@@ -106,15 +105,20 @@ def dropped_of(counts: Mapping[str, Any]) -> dict[str, int]:
 
 
 def head_rows(ledger: Mapping[str, Any]) -> list[tuple[str, float, float | None, float | None]]:
-    """(head, mean, low, high) of the acceptance lengths; the floor first, the trained head last."""
+    """(head, mean, low, high) of the acceptance lengths, ascending, the trained head last.
+
+    `baseline` is the ledger's second name for the best existing way to speculate: shown only if it stands alone.
+    """
     rows = []
-    for name, raw in mapping(ledger.get("acceptance")).items():
+    acceptance = mapping(ledger.get("acceptance"))
+    for name, raw in acceptance.items():
+        if name == "baseline" and any(other == raw for key, other in acceptance.items() if key != name):
+            continue
         figure = mapping(raw) or {"mean": raw}
         mean = number(figure.get("mean"))
         if mean is not None:
             rows.append((name, mean, number(figure.get("low")), number(figure.get("high"))))
-    place = {name: position for position, name in enumerate(HEADS)}
-    return sorted(rows, key=lambda row: (place.get(row[0], HEADS.index("trained") - 0.5), row[1]))
+    return sorted(rows, key=lambda row: (row[0] == "trained", row[1]))
 
 
 # Notation ---------------------------------------------------------------------------------------
@@ -128,7 +132,9 @@ def seconds_text(seconds: float | None) -> str:
         if abs(seconds) < limit:
             break
     value = seconds / unit
-    return f"{value:.2f} {name}" if 0 < abs(value) < 0.1 else f"{value:.1f} {name}" if abs(value) < 100 else f"{value:,.0f} {name}"
+    if abs(value) < 0.1:
+        return "0 s" if abs(value) < 0.005 else f"{value:.2f} {name}"
+    return f"{value:.1f} {name}" if abs(value) < 100 else f"{value:,.0f} {name}"
 
 
 def clock_text(seconds: float | None) -> str:
@@ -172,7 +178,9 @@ def rate_text(rate: float, unit: str) -> str:
 def counted_text(name: str, value: Any) -> str:
     if (name == "bytes" or name.endswith("_bytes")) and number(value) is not None:
         return f"{bytes_text(value)} {name.removesuffix('bytes').replace('_', ' ')}".strip()
-    return f"{count_text(value)} {name.replace('_', ' ')}"
+    plain = name.replace("_", " ")
+    # "64 sequences", but "coverage 0.98" and "best ngram": only a number of things stands before its name.
+    return f"{count_text(value)} {plain}" if isinstance(value, int) and name.endswith("s") else f"{plain} {count_text(value)}"
 
 
 def money_text(amount: float | None, currency: str = "") -> str:

@@ -1,0 +1,217 @@
+"""report.html: self-contained, well-formed, escaped, and every figure equal to the entry that it names."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from conftest import HOSTILE, complete_ledger
+
+from jobs.errors import MustFix
+from jobs.reporting import charts, figures
+from jobs.reporting.report import write_report
+
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+BROWSER = shutil.which("chromium")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync "
+    "--enable-logging=stderr --allow-file-access-from-files --virtual-time-budget=3000"
+).split()
+
+
+class Page(HTMLParser):
+    """Elements must nest and close; figures, attributes and the visible text are kept."""
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.figures: list[tuple[dict[str, str], str]] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open, f"left open: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), f"<{tag}> repeats an attribute"
+        self.tags.add(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "data":
+            self.figures.append((dict(attrs), ""))
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+        if tag not in ("data", "code", "strong", "span"):
+            self.text += " "
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "style":
+            return
+        self.text += data
+        if self.open and self.open[-1] == "data":
+            attributes, text = self.figures[-1]
+            self.figures[-1] = (attributes, text + data)
+
+
+def looked_up(run: Path, source: str):
+    """The value behind `file#/json/pointer`; a .jsonl file is the list of its lines."""
+    file, path = source.split("#")
+    text = (run / file).read_text()
+    found = [json.loads(line) for line in text.splitlines()] if file.endswith(".jsonl") else json.loads(text)
+    for part in path.split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        found = found[int(part)] if isinstance(found, list) else found[part]
+    return found
+
+
+def page_of(run: Path) -> Page:
+    return Page(write_report(run).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["complete_run", "stopped_run", "failed_run"])
+def test_every_figure_equals_the_entry_it_names(name, request):
+    run = request.getfixturevalue(name)
+    page = page_of(run)
+    assert len(page.figures) > 10
+    for attributes, shown in page.figures:
+        value = json.loads(attributes["value"])
+        if "data-sum" in attributes:
+            expected = sum(stage.get("seconds") or 0 for stage in looked_up(run, "run.json#/stages").values())
+            assert value == pytest.approx(expected)
+        elif "data-per" in attributes:
+            assert value == pytest.approx(looked_up(run, attributes["data-source"]) / looked_up(run, attributes["data-per"]))
+        elif "hidden-word" not in str(looked_up(run, attributes["data-source"])):
+            assert value == looked_up(run, attributes["data-source"]), attributes["data-source"]
+        assert shown.strip(), f"{attributes} shows nothing"
+
+
+def test_what_is_shown_is_the_value_rounded(complete_run):
+    shown = {attributes.get("data-source"): text for attributes, text in page_of(complete_run).figures if "data-per" not in attributes}
+    assert shown["evaluation.json#/heads/trained/acceptance_length/mean"] == "2.613"
+    assert shown["run.json#/stages/train/seconds"] == "61.5 s"
+    assert shown["run.json#/stages/generate.train/seconds"] == "2.0 min"
+    assert shown["baseline.json#/heads/ngram/rates/0"] == "31.0 %"
+    assert shown["run.json#/cost/amount"] == f"{complete_ledger()['cost']['amount']:.2f} EUR"
+
+
+def test_the_verdict_comes_first_and_says_what_the_head_is_worth(complete_run):
+    page = page_of(complete_run)
+    words = " ".join(page.text.split())
+    assert words.index("Done") < words.index("Acceptance length by head")
+    assert "The trained head emits 2.61 tokens a verification step (95 % interval 2.53 to 2.69); 4 is the most." in words
+    assert "Against ngram: +1.06 (95 % interval 0.98 to 1.14) on the same prompts." in words
+    for needed in ("too long", "duplicate", "no answer", "train.epochs", "vllm", "b" * 64, "prompts: 12 were too long"):
+        assert needed in words, needed
+    assert "hidden-word" not in (complete_run / "report.html").read_text()  # a password in a URL
+
+
+def test_a_no_go_says_why(complete_run):
+    ledger = json.loads((complete_run / "run.json").read_text())
+    ledger |= {"status": "no_go", "published": None, "acceptance": {"ngram": {"mean": 3.7, "low": 3.6, "high": 3.8}, "baseline": {"mean": 3.7, "low": 3.6, "high": 3.8}}}
+    ledger["gate"] = {"verdict": "no_go", "why": "ngram already accepts 3.700 tokens a step", "forced": False}
+    (complete_run / "run.json").write_text(json.dumps(ledger))
+    (complete_run / "evaluation.json").unlink()
+    words = " ".join(page_of(complete_run).text.split())
+    assert "No go" in words and "Nothing was trained or published: ngram already accepts 3.700 tokens a step." in words
+    assert "The best existing way to speculate (ngram) emits 3.70 (95 % interval 3.60 to 3.80)." in words
+
+
+def test_a_run_that_stopped_early_has_a_page(stopped_run):
+    words = " ".join(page_of(stopped_run).text.split())
+    assert "Interrupted" in words and "Stopped by SIGTERM" in words and "run the same command again to continue" in words
+    assert "could not be read" not in words, "the torn last line of a killed run is no problem"
+
+
+@pytest.mark.parametrize("contents", [{}, {"run.json": "{torn"}, {"run.json": "[]", "train.jsonl": "x\ny\n"}, {"run.json": '{"stages": 3, "acceptance": [], "machine": "box"}'}])
+def test_a_folder_with_holes_has_a_page(tmp_path, contents):
+    for name, text in contents.items():
+        (tmp_path / name).write_text(text)
+    words = page_of(tmp_path).text
+    assert "No head has been judged yet." in words
+    if contents.get("run.json") == "{torn":
+        assert "run.json cannot be read" in words
+
+
+def test_no_folder_is_one_sentence(tmp_path):
+    with pytest.raises(MustFix, match="There is no run here"):
+        write_report(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["complete_run", "failed_run"])
+def test_nothing_is_fetched_and_nothing_runs(name, request):
+    run = request.getfixturevalue(name)
+    page = page_of(run)
+    assert not page.tags & {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use", "a"}
+    for tag, attribute, value in page.attributes:
+        assert attribute not in ("src", "href", "xlink:href", "srcset", "action", "poster"), (tag, attribute, value)
+        assert not attribute.startswith("on"), (tag, attribute)
+    style = re.search(r"<style>(.*?)</style>", (run / "report.html").read_text(), re.S)[1]
+    assert "url(" not in style and "@import" not in style
+
+
+def test_markup_from_outside_is_text(failed_run):
+    raw = write_report(failed_run).read_text()
+    assert HOSTILE not in raw and "<script" not in raw and "<img" not in raw
+    assert Page(raw).text.count(HOSTILE) > 20  # shown as it is, everywhere
+
+
+def test_the_loss_that_is_not_finite_is_a_gap_and_is_counted(failed_run):
+    words = " ".join(page_of(failed_run).text.split())
+    assert "Lines with a loss that is not finite 1" in words
+
+
+def test_long_logs_are_thinned_without_losing_the_mean_or_the_end():
+    points = [(float(step), 100.0 if step == 7000 else 1.0) for step in range(100_000)]
+    thin = charts.thinned(points)
+    assert len(thin) <= 300 and thin[-1] == points[-1]
+    assert max(y for _, y in thin) > 1.2, "a spike vanished"
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (2.1, 6.2), (3, 3), (0, 0.004), (1, 100_000), (-5, 5)])
+def test_axis_ticks_are_round_and_span_the_data(low, high):
+    found = charts.ticks(low, high, 5)
+    assert found[0] <= low and found[-1] >= high and 2 <= len(found) <= 8
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (0.05, "0.05 s"), (7.57, "7.6 s"), (864, "14.4 min"), (9120, "2.5 h"), (3 * 86400, "3.0 d"), (None, "-")]
+)
+def test_seconds_are_written_for_people(seconds, text):
+    assert figures.seconds_text(seconds) == text
+
+
+@pytest.mark.skipif(BROWSER is None, reason="Debian's chromium is not installed")
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_real_browser_shows_it_without_an_error_at_this_width(complete_run, tmp_path, width):
+    """The page in a frame of a phone's and a desktop's width: nothing sticks out, charts have a size, nothing is logged."""
+    report = write_report(complete_run)
+    frame = tmp_path / "frame.html"
+    frame.write_text(
+        f"""<body><iframe id=f src="{report.as_uri()}" style="width:{width}px;height:4000px;border:0"></iframe><p id=out>none</p><script>
+        document.getElementById("f").onload = function () {{
+          const page = this.contentDocument, charts = [...page.querySelectorAll("svg")].map(s => s.getBoundingClientRect());
+          document.getElementById("out").textContent = JSON.stringify({{
+            wide: page.documentElement.scrollWidth, charts: charts.length, least: Math.min(...charts.map(r => r.width)),
+            requests: page.defaultView.performance.getEntriesByType("resource").length, verdict: page.querySelector(".verdict").textContent}});
+        }}</script></body>"""
+    )
+    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", frame.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    seen = json.loads(re.search(r'<p id="out">(.*?)</p>', shown.stdout)[1])
+    assert seen["verdict"] == "Done" and seen["charts"] >= 6 and seen["requests"] == 0
+    assert seen["wide"] <= width, "the page is wider than the screen"
+    assert seen["least"] > min(width, 600) * 0.5
+    assert "CONSOLE" not in shown.stderr, shown.stderr[-2000:]
