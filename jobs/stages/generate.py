@@ -1,0 +1,399 @@
+"""Generate: the verifier answers every prompt, turn by turn, and its hidden states are kept as they are computed.
+
+A conversation is answered in the context of the verifier's own earlier answers; every turn is a
+sequence of its own, `<prompt id>#<turn>`. A sample is committed by its line in `responses.jsonl`,
+written once its states are durable, so a kill at any moment loses only what is in flight and a new
+run repeats nothing. With `generate.responses` nothing is generated: existing answers are fed
+through the verifier and only their states are made.
+
+What a run leaves depends on the seed and the prompt ids alone. Each sample is drawn with its own
+seed. A token budget takes a prefix of the conversations in seeded order: a finished answer is
+committed as soon as it is certain to belong to it, so only answers near the end of the budget wait.
+"""
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jobs.errors import MustFix
+from jobs.run import Context
+from jobs.stages import initial
+from jobs.stages.conversations import Conversation, read_conversations
+from jobs.storage.responses import RESPONSES, Response, ResponseLog, scan_responses
+from jobs.storage.shards import STORE
+from jobs.storage.states import StateLayout
+from jobs.verifier.capture import describe, rebuild
+from jobs.verifier.chat import Chat
+from jobs.verifier.engine import Finished, Request, VerifierEngine
+from jobs.verifier.facts import VerifierFacts
+
+SETTINGS = (
+    "generate.backend", "generate.responses", "generate.max_new_tokens", "generate.thinking", "generate.instant",
+    "verifier.model", "verifier.revision", "verifier.dtype", "verifier.taps", "verifier.max_model_len", "job.seed",
+)  # fmt: skip
+# Seconds between two looks of the display.
+SHOW_EVERY = 0.5
+
+
+@dataclass(frozen=True)
+class GenerateStage:
+    """One split of the stage, with the attributes every stage module has."""
+
+    split: str
+
+    @property
+    def NAME(self) -> str:  # noqa: N802  the name every stage has it under
+        return f"generate.{self.split}"
+
+    @property
+    def SETTINGS(self) -> tuple[str, ...]:  # noqa: N802
+        return (*SETTINGS, "generate.train_token_budget", "states.dtype") if self.split == "train" else SETTINGS
+
+    def inputs(self, context: Context) -> list[Path]:
+        existing = context.settings.generate.responses
+        given = [Path(existing).absolute() / self.split / RESPONSES] if existing else [context.path / "prompts.jsonl"]
+        return [context.path / "fetched.json", *given]
+
+    def outputs(self, context: Context) -> list[Path]:
+        return [context.states(self.split)]
+
+    def run(self, context: Context) -> dict[str, Any]:
+        return run_split(context, self.split)
+
+
+def stage(split: str) -> GenerateStage:
+    """The stage `generate.eval` or `generate.train`."""
+    return GenerateStage(split)
+
+
+def start_engine(context: Context) -> VerifierEngine:
+    """The engine for every split of a run: it puts out the taps under both readings, the stores select."""
+    settings = context.settings
+    taps = VerifierFacts.read(context.verifier_path).both_readings(settings.verifier.taps)
+    return VerifierEngine(context.verifier_path, settings.verifier, seed=settings.job.seed, capture_taps=taps)
+
+
+def run_split(context: Context, split: str) -> dict[str, Any]:
+    """Answer (or prefill) one split into `context.states(split)` and return the counts for the ledger."""
+    facts, chat = VerifierFacts.read(context.verifier_path), Chat.load(context.verifier_path)
+    layout = layout_of(context, split, facts, chat)
+    work = Existing if context.settings.generate.responses else Answering
+    try:
+        if context.settings.generate.backend == "speculators":
+            from jobs.verifier.speculators_backend import extract  # reference only, needs compat's speculators shims
+
+            return extract(context, split, layout, existing_responses(context, split, facts, layout))
+        with ResponseLog(context.states(split)) as log:
+            return work(context, split, facts, chat, layout, log).run()
+    except OSError as error:
+        raise rebuild(describe(error)) from error
+
+
+def layout_of(context: Context, split: str, facts: VerifierFacts, chat: Chat) -> StateLayout:
+    """Eval keeps both readings of the taps, never in FP8; train the three that training will read."""
+    settings = context.settings
+    taps, dtype = facts.both_readings(settings.verifier.taps), settings.verifier.dtype
+    if split == "train":
+        start = initial.chosen(context) if (context.path / "baseline.json").exists() else None
+        taps = tuple(sorted(start.taps)) if start else facts.checked_taps(settings.verifier.taps)
+        dtype = "float8_e4m3fn" if settings.states.dtype == "fp8" else dtype
+    return StateLayout(
+        taps=taps, hidden_size=facts.hidden_size, dtype=dtype, verifier=settings.verifier.model,
+        verifier_revision=facts.revision, tokenizer_sha256=chat.tokenizer_sha256,
+    )  # fmt: skip
+
+
+@dataclass
+class Work:
+    """What answering and prefilling have in common: the loop, the commit, the counts."""
+
+    context: Context
+    split: str
+    facts: VerifierFacts
+    chat: Chat
+    layout: StateLayout
+    log: ResponseLog
+    dropped: Counter = field(default_factory=Counter)
+    expected: int = 0  # samples if none is dropped
+    committed_tokens: int = 0  # of this call, for the rate
+
+    def run(self) -> dict[str, Any]:
+        _refuse_other_verifier(self.context.states(self.split), self.layout)
+        requests = self.requests()
+        first = next(requests, None)
+        begun = time.monotonic()
+        if first is not None:
+            engine = self.engine = self.context.engine()
+            begun = time.monotonic()
+            engine.open_store(self.context.states(self.split), self.layout, self.context.settings.states)
+            try:
+                engine.run(_chain(first, requests), self.on_finished, self._watched_stop())
+            finally:
+                engine.close_store()
+        return self.counts(time.monotonic() - begun)
+
+    def requests(self) -> Iterator[Request]:
+        raise NotImplementedError
+
+    def on_finished(self, finished: Finished) -> Iterable[Request]:
+        raise NotImplementedError
+
+    def drop(self, reason: str, samples: int, detail: str) -> None:
+        """Count samples that will not be there; more than the settings allow end the run."""
+        self.dropped[reason] += samples
+        self.context.run.event("sample dropped", split=self.split, reason=reason, samples=samples, detail=detail)
+        share = self.context.settings.generate.max_dropped_share
+        if self.dropped.total() > share * self.expected:
+            raise MustFix(
+                f"{self.dropped.total()} of {self.expected} samples of the {self.split} split were dropped ({dict(self.dropped)}), "
+                f"the last one because: {detail.rstrip('.')}",
+                where=f"generate.max_dropped_share = {share}",
+                remedy="mend the cause, or allow more; finished answers are kept",
+            )
+
+    def counts(self, seconds: float) -> dict[str, Any]:
+        responses = tokens = answered = 0
+        for response in self.log:
+            responses += 1
+            tokens += response.tokens
+            answered += len(response.response_token_ids)
+        if responses == 0:
+            raise MustFix(
+                f"The {self.split} split has no response", where=str(self.log.path),
+                remedy="give more prompts, or a larger verifier.max_model_len",
+            )  # fmt: skip
+        return {
+            "turns": responses, "tokens": tokens, "response_tokens": answered, "rows": tokens - responses,
+            "dropped": dict(self.dropped), "tokens_per_second": round(self.committed_tokens / max(seconds, 1e-9), 1),
+        }  # fmt: skip
+
+    def _watched_stop(self) -> Callable[[], bool]:
+        """`should_stop`, which the engine asks at every step, with the display kept up to date."""
+        shown, start = 0.0, self.engine.tokens
+
+        def should_stop() -> bool:
+            nonlocal shown
+            if time.monotonic() - shown > SHOW_EVERY:
+                shown = time.monotonic()
+                self.context.progress(len(self.log), self.expected, "answers", tokens=self.engine.tokens - start)
+            return self.context.should_stop()
+
+        return should_stop
+
+
+@dataclass
+class Answering(Work):
+    """Conversations of `prompts.jsonl`, in seeded order, answered turn by turn."""
+
+    held: list[tuple[Conversation, Response]] = field(default_factory=list)  # finished, not yet certain to belong
+    active: dict[str, Conversation] = field(default_factory=dict)  # admitted and not finished, in order
+
+    def __post_init__(self) -> None:
+        settings = self.context.settings
+        self.conversations = read_conversations(self.context.path / "prompts.jsonl", self.split, settings.job.seed)
+        self.expected = sum(len(c.turns) for c in self.conversations)
+        limit = settings.generate.train_token_budget if self.split == "train" else None
+        self.budget = Budget(self.conversations, limit, settings.verifier.max_model_len)
+        earlier: dict[str, list[Response]] = {}
+        for response in self.log:
+            earlier.setdefault(response.id.rpartition("#")[0], []).append(response)
+        for conversation in self.conversations:
+            for response in sorted(earlier.get(conversation.id, []), key=lambda r: int(r.id.rpartition("#")[2])):
+                conversation.answered(response, self.chat)
+
+    def requests(self) -> Iterator[Request]:
+        for conversation in self.conversations:
+            if not self.budget.may_belong(conversation):
+                return
+            if request := self.next_turn(conversation):
+                self.active[conversation.id] = conversation
+                yield request
+
+    def next_turn(self, conversation: Conversation) -> Request | None:
+        """The request for the next open turn, or None if there is none or it does not fit."""
+        turn = len(conversation.answers)
+        if turn == len(conversation.turns):
+            conversation.finished = True
+            return None
+        settings = self.context.settings
+        prompt = self.chat.render(conversation.prompt(), conversation.thinking)
+        room = settings.verifier.max_model_len - len(prompt)
+        if room < 1:
+            conversation.finished = True
+            self.drop("prompt_too_long", len(conversation.turns) - turn, f"{conversation.id}#{turn} has {len(prompt)} prompt tokens, verifier.max_model_len is {settings.verifier.max_model_len}")
+            return None
+        conversation.running_tokens = len(prompt)
+        sample = f"{conversation.id}#{turn}"
+        sampling = settings.generate.thinking if conversation.thinking else settings.generate.instant
+        return Request(
+            id=sample, prompt_token_ids=prompt, max_tokens=min(settings.generate.max_new_tokens, room),
+            temperature=sampling.temperature, top_p=sampling.top_p, seed=sample_seed(settings.job.seed, sample),
+            stop_token_ids=self.chat.stop_token_ids, note=conversation,
+        )  # fmt: skip
+
+    def on_finished(self, finished: Finished) -> Iterable[Request]:
+        request, conversation = finished.request, finished.request.note
+        conversation.running_tokens = 0
+        follow_ups: list[Request] = []
+        if finished.dropped:
+            conversation.finished = True
+            self.drop("states_incomplete", len(conversation.turns) - len(conversation.answers), finished.dropped)
+        else:
+            response = Response(
+                id=request.id, prompt_token_ids=request.prompt_token_ids, response_token_ids=finished.response_token_ids,
+                finish_reason=finished.finish_reason, source=conversation.source, thinking=conversation.thinking,
+                sampling={"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed, "max_tokens": request.max_tokens},
+            )  # fmt: skip
+            conversation.answered(response, self.chat)
+            self.held.append((conversation, response))
+            if self.budget.may_belong(conversation) and (following := self.next_turn(conversation)):
+                follow_ups.append(following)
+        if not follow_ups:
+            self.active.pop(conversation.id, None)
+        self._commit_what_is_certain()
+        return follow_ups
+
+    def _commit_what_is_certain(self) -> None:
+        waiting, outside = [], []
+        for conversation, response in self.held:
+            if self.budget.surely_belongs(conversation):
+                self.log.append(response)
+                self.committed_tokens += len(response.response_token_ids)
+            elif self.budget.may_belong(conversation):
+                waiting.append((conversation, response))
+            else:
+                outside.append(response.id)
+        self.held = waiting
+        # In order, and what is outside stays outside: only the last ones have to be looked at.
+        while self.active and not self.budget.may_belong(last := next(reversed(self.active.values()))):
+            outside.append(f"{last.id}#{len(last.answers)}")
+            del self.active[last.id]
+        if outside:
+            self.engine.discard(outside)
+
+    def counts(self, seconds: float) -> dict[str, Any]:
+        used = [c for c in self.conversations if self.budget.may_belong(c)]
+        return {"prompts": len(used), "beyond_budget": len(self.conversations) - len(used), **super().counts(seconds)}
+
+
+class Budget:
+    """Which conversations lie in the prefix whose tokens reach `limit`; None is all of them.
+
+    A conversation belongs if those before it have fewer than `limit` tokens together. That is
+    certain, either way, from bounds on the tokens of those that are still being answered.
+    """
+
+    def __init__(self, conversations: list[Conversation], limit: int | None, longest: int):
+        self.conversations, self.limit, self.longest = conversations, limit, longest
+        self._settled = [0]  # [k]: tokens of the first k conversations, as far as all of them are finished
+
+    def may_belong(self, conversation: Conversation) -> bool:
+        return self.limit is None or self._before(conversation, lambda c: c.tokens + c.running_tokens) < self.limit
+
+    def surely_belongs(self, conversation: Conversation) -> bool:
+        return self.limit is None or self._before(conversation, self._at_most) < self.limit
+
+    def _at_most(self, conversation: Conversation) -> int:
+        return conversation.tokens + (0 if conversation.finished else self.longest * (len(conversation.turns) - len(conversation.answers)))
+
+    def _before(self, conversation: Conversation, bound: Callable[[Conversation], int]) -> int:
+        """Tokens of all conversations before this one, `bound` standing for those not finished."""
+        settled = self._settled
+        while len(settled) <= len(self.conversations) and (c := self.conversations[len(settled) - 1]).finished:
+            settled.append(settled[-1] + c.tokens)
+        if conversation.order < len(settled):
+            return settled[conversation.order]
+        return settled[-1] + sum(bound(c) for c in self.conversations[len(settled) - 1 : conversation.order])
+
+
+@dataclass
+class Existing(Work):
+    """Answers that exist already: one prefill pass over prompt and response, every row with its log-probability."""
+
+    def __post_init__(self) -> None:
+        self.responses = existing_responses(self.context, self.split, self.facts, self.layout)
+        self.expected = len(self.responses)
+
+    def requests(self) -> Iterator[Request]:
+        done, longest = self.log.ids(), self.context.settings.verifier.max_model_len
+        for response in self.responses:
+            if response.id in done:
+                continue
+            if not 2 <= response.tokens <= longest:
+                self.drop("length", 1, f"{response.id} has {response.tokens} tokens, 2 to {longest} can be fed")
+                continue
+            yield Request(
+                id=response.id, prompt_token_ids=list(response.prompt_token_ids),
+                response_token_ids=list(response.response_token_ids), note=response,
+            )  # fmt: skip
+
+    def on_finished(self, finished: Finished) -> Iterable[Request]:
+        if finished.dropped:
+            self.drop("states_incomplete", 1, finished.dropped)
+        else:
+            self.log.append(finished.request.note)
+            self.committed_tokens += finished.tokens
+        return ()
+
+
+def existing_responses(context: Context, split: str, facts: VerifierFacts, layout: StateLayout) -> list[Response]:
+    """The responses under `generate.responses`, in seeded order and within the token budget.
+
+    Raises MustFix for a missing file, one of another verifier or tokenizer, or ids out of the vocabulary.
+    """
+    assert context.settings.generate.responses is not None
+    folder = Path(context.settings.generate.responses) / split
+    if not (folder / RESPONSES).is_file():
+        raise MustFix("There are no responses", where=str(folder / RESPONSES), remedy="name a folder with eval/responses.jsonl and train/responses.jsonl in generate.responses")
+    _refuse_other_verifier(folder, layout)
+    found = [response for _, _, response in scan_responses(folder / RESPONSES)]
+    for response in found:
+        largest = max([*response.prompt_token_ids, *response.response_token_ids], default=0)
+        if largest >= facts.vocab_size:
+            raise MustFix(
+                f"The response {response.id} holds token {largest}, the verifier has {facts.vocab_size}: it is another verifier's",
+                where=str(folder / RESPONSES), remedy="give responses of this verifier",
+            )  # fmt: skip
+    seed, budget = context.settings.job.seed, context.settings.generate.train_token_budget
+    found.sort(key=lambda response: seeded(seed, response.id))
+    if split == "train" and budget is not None:
+        total, kept = 0, []
+        for response in found:
+            if total >= budget:
+                break
+            kept.append(response)
+            total += response.tokens
+        found = kept
+    return found
+
+
+def _refuse_other_verifier(folder: Path, layout: StateLayout) -> None:
+    """Responses beside a `store.json` say whose they are."""
+    if not (folder / STORE).exists():
+        return
+    theirs = StateLayout.load(folder)
+    for what in ("verifier_revision", "tokenizer_sha256"):
+        if getattr(theirs, what) != getattr(layout, what):
+            raise MustFix(
+                f"The responses are of another {'verifier' if what == 'verifier_revision' else 'tokenizer'}: "
+                f"{theirs.verifier} at {getattr(theirs, what)[:12]}, this one is {getattr(layout, what)[:12]}",
+                where=str(folder / STORE), remedy="use that verifier, or generate the responses again",
+            )  # fmt: skip
+
+
+def seeded(seed: int, identity: str) -> bytes:
+    return hashlib.sha256(f"{seed}:{identity}".encode()).digest()
+
+
+def sample_seed(seed: int, sample: str) -> int:
+    """A sample's own seed (63 bits), so that its answer does not depend on the others."""
+    return int.from_bytes(seeded(seed, f"sampling:{sample}")[:8], "big") >> 1
+
+
+def _chain(first: Request, rest: Iterator[Request]) -> Iterator[Request]:
+    yield first
+    yield from rest

@@ -1,0 +1,163 @@
+"""The states in the store are those an independent implementation computes, whatever the scheduler did.
+
+One engine, made to suffer: prompts in chunks of 64 tokens, a KV cache so small that requests are
+preempted, shared prefixes, 48 sequences of 3 to 330 tokens. The reference is transformers'
+DeepSeek-V3 in fp32 with hooks (deepseek_reference.py).
+"""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from deepseek_reference import Reference, largest_error
+
+from jobs.settings import StatesSettings, VerifierSettings
+from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore
+from jobs.verifier.engine import Finished, Request, VerifierEngine
+from jobs.verifier.tiny import CHECKPOINT
+
+TAPS = (2, 3, 5, 6, 7, 8)  # both readings of 2/5/7
+TOLERANCE = 1e-4  # relative, fp32
+SETTINGS = VerifierSettings(dtype="float32", max_model_len=512, max_num_seqs=48, max_num_batched_tokens=64, enforce_eager=True)
+
+
+def requests(count: int = 48) -> list[Request]:
+    """Very unequal lengths; every third prompt shares a prefix of 70 tokens; sampled, each with its seed."""
+    rng = random.Random(1)
+    prefix = [rng.randrange(1500) for _ in range(70)]
+    made = []
+    for i in range(count):
+        prompt = [rng.randrange(1500) for _ in range(rng.choice([2, 5, 20, 60, 150]))]
+        prompt = prefix + prompt if i % 3 == 0 else prompt
+        made.append(Request(f"s{i:02d}#0", prompt, max_tokens=rng.choice([1, 2, 9, 40, 110]), temperature=1.0, top_p=0.95, seed=1000 + i, ignore_eos=i % 2 == 0))
+    return made
+
+
+def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...] = TAPS) -> StateStore:
+    layout = StateLayout(taps=taps, hidden_size=engine.facts.hidden_size, dtype="float32", verifier="tiny", verifier_revision=engine.facts.revision, tokenizer_sha256="0" * 64)
+    engine.open_store(folder, layout, StatesSettings(shard_mib=16, extent_rows=32))
+    with ResponseLog(folder) as log:
+
+        def commit(finished: Finished) -> tuple:
+            assert finished.dropped is None, finished.dropped
+            log.append(Response(finished.request.id, finished.request.prompt_token_ids, finished.response_token_ids, finished.finish_reason, {}, "test", False))
+            return ()
+
+        engine.run(wanted, commit)
+    engine.close_store()
+    return StateStore(folder)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    torch.set_num_threads(1)  # a tiny model only waits for the other threads
+    # 24 blocks of 32 tokens for 48 sequences of up to 330: most are preempted at least once.
+    made = VerifierEngine(CHECKPOINT, SETTINGS, seed=0, capture_taps=TAPS, engine_arguments={"block_size": 32, "num_gpu_blocks_override": 24})
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def preemptions(engine) -> Counter:
+    """Counts vLLM's own preemptions by request, from here on."""
+    counted: Counter = Counter()
+    scheduler = engine._llm.llm_engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
+
+    def counting(request, *args, **kwargs):
+        counted[request.request_id] += 1
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = counting
+    return counted
+
+
+@pytest.fixture(scope="module")
+def store(engine, preemptions, tmp_path_factory) -> StateStore:
+    made = answer_into(engine, tmp_path_factory.mktemp("states"), requests())
+    assert len(preemptions) >= 5, "the KV cache was not small enough to preempt anything"
+    return made
+
+
+def whole(sample) -> list[int]:
+    return sample.response.prompt_token_ids + sample.response.response_token_ids
+
+
+def test_every_row_equals_the_reference(store, reference):
+    assert len(store.ids()) == 48
+    for sample_id in store.ids():
+        sample = store.read(sample_id)
+        tokens = whole(sample)
+        assert len(sample.taps) == len(sample.final) == len(sample.logprob) == len(tokens) - 1
+        taps, final = reference.states(tokens[:-1], TAPS)
+        assert largest_error(sample.taps, taps) < TOLERANCE, sample_id
+        assert largest_error(sample.final, final) < TOLERANCE, sample_id
+
+
+def test_taps_one_layer_off_are_noticed(store, reference):
+    """The comparison above can fail: the neighbouring layer's states are far outside its tolerance."""
+    sample = store.read(store.ids()[0])
+    for shift in (-1, 1):
+        wrong, _ = reference.states(whole(sample)[:-1], tuple(tap + shift for tap in TAPS))
+        for k in range(len(TAPS)):
+            assert largest_error(sample.taps[:, k], wrong[:, k]) > 100 * TOLERANCE
+
+
+def test_logprob_is_the_engines_own_for_every_response_token(store, reference):
+    for sample_id in store.ids():
+        sample = store.read(sample_id)
+        prompt, tokens = len(sample.response.prompt_token_ids), whole(sample)
+        assert sample.logprob[: prompt - 1].isnan().all()
+        want = (sample.final @ reference.lm_head.T).log_softmax(-1)  # [n-1, V]
+        want = want.gather(1, torch.tensor(tokens[1:])[:, None])[prompt - 1 :, 0]
+        torch.testing.assert_close(sample.logprob[prompt - 1 :], want, rtol=0, atol=1e-3)
+
+
+def test_answers_do_not_depend_on_the_order_of_arrival(engine, store, tmp_path):
+    shuffled = requests()
+    random.Random(2).shuffle(shuffled)
+    again = answer_into(engine, tmp_path, shuffled)
+    assert again.ids() == store.ids()
+    for sample_id in store.ids():
+        assert again.response(sample_id) == store.response(sample_id)
+        a, b = again.read(sample_id), store.read(sample_id)
+        assert largest_error(a.taps, b.taps) < TOLERANCE and largest_error(a.final, b.final) < TOLERANCE
+
+
+def test_prefill_of_the_same_answers_gives_the_same_states(engine, store, reference, tmp_path):
+    existing = [Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()]
+    prefilled = answer_into(engine, tmp_path, existing, taps=(2, 5, 7))
+    assert prefilled.ids() == store.ids()
+    for sample_id in store.ids():
+        a, b = prefilled.read(sample_id), store.read(sample_id, taps=(2, 5, 7))
+        assert whole(a) == whole(b)
+        assert largest_error(a.taps, b.taps) < TOLERANCE and largest_error(a.final, b.final) < TOLERANCE
+        want = (a.final @ reference.lm_head.T).log_softmax(-1).gather(1, torch.tensor(whole(a)[1:])[:, None])[:, 0]
+        torch.testing.assert_close(a.logprob, want, rtol=0, atol=1e-3)  # known on every row, prompt rows too
+
+
+def test_a_lost_row_drops_the_sample_and_names_it(engine, tmp_path, monkeypatch):
+    """A row taken away on its way to the writer is noticed at the end of the sample; the others are kept."""
+    capture = engine._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker._capture
+    spans = type(capture)._spans
+
+    def without_position_seven(self, scheduler_output):
+        return [span for span in spans(self, scheduler_output) if not (span.sample == "s01#0" and span.position <= 7 < span.position + span.rows)]
+
+    monkeypatch.setattr(type(capture), "_spans", without_position_seven)
+    layout = StateLayout(taps=TAPS, hidden_size=engine.facts.hidden_size, dtype="float32", verifier="tiny", verifier_revision=engine.facts.revision, tokenizer_sha256="0" * 64)
+    engine.open_store(tmp_path, layout, StatesSettings(shard_mib=16))
+    finished: dict[str, Finished] = {}
+    wanted = [Request(r.id, [5] * 20, max_tokens=4, ignore_eos=True) for r in requests(3)]
+    engine.run(wanted, lambda f: finished.update({f.request.id: f}) or ())
+    engine.close_store()
+    assert set(finished) == {"s00#0", "s01#0", "s02#0"}
+    assert finished["s00#0"].dropped is None and finished["s02#0"].dropped is None
+    assert "s01#0" in finished["s01#0"].dropped and "position" in finished["s01#0"].dropped
