@@ -9,6 +9,7 @@ Tap ids: id i is the residual stream at the INPUT of decoder layer i, 0 <= i <= 
 models (Llama and others) give ids 1 to L-1 only; `compat.aux_capture` refuses the rest there.
 """
 
+import contextlib
 import functools
 from types import ModuleType
 
@@ -17,7 +18,8 @@ from compat.importing import when_imported
 from jobs.errors import MustFix
 
 NAME = "kimi_k25_eagle3"
-CONFIG = "vllm.config.speculative"
+CONFIG = "vllm.config.vllm"
+SPECULATIVE_CONFIG = "vllm.config.speculative"
 DECODER = "vllm.model_executor.models.deepseek_v2"
 MULTIMODAL = "vllm.model_executor.models.kimi_k25"
 MULTIMODAL_CONFIG = "vllm.transformers_utils.configs.kimi_k25"
@@ -30,8 +32,9 @@ TARGET_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")
 class AcceptedTargetType(str):
     """A model type that also answers to `"llama" in model_type`, the test of vLLM's whitelist.
 
-    It stands in the configuration only while `SpeculativeConfig` validates itself. Module level
-    and reducible, so that a copy that got into a pickle on its way to a worker still loads.
+    It stands in the configuration only while a config validates itself (`VllmConfig` validates the
+    speculative config inside it once more). Module level and reducible, so that a copy that got
+    into a pickle on its way to a worker still loads.
     """
 
     def __contains__(self, part: object) -> bool:
@@ -78,7 +81,8 @@ def needed() -> bool:
 
 
 def apply() -> None:
-    when_imported(CONFIG, _patch_speculative_config)
+    when_imported(SPECULATIVE_CONFIG, _patch_speculative_config)
+    when_imported(CONFIG, _patch_config)
     when_imported(DECODER, _or_refuse_later(_patch_decoder))
     when_imported(MULTIMODAL, _or_refuse_later(_patch_multimodal))
     when_imported(MULTIMODAL_CONFIG, _patch_multimodal_config)
@@ -111,28 +115,45 @@ def _or_refuse_later(patch):
     return patch_or_remember
 
 
+@contextlib.contextmanager
+def _accepted(target):
+    """While inside, the target's model type passes vLLM's whitelist, if it is one of `TARGET_TYPES`."""
+    text_config = getattr(target, "hf_text_config", None)
+    model_type = getattr(text_config, "model_type", None)
+    if text_config is None or model_type not in TARGET_TYPES:
+        yield
+        return
+    text_config.model_type = AcceptedTargetType(model_type)
+    try:
+        yield
+    finally:
+        text_config.model_type = model_type
+
+
 def _patch_speculative_config(module: ModuleType) -> None:
-    config_class = module.SpeculativeConfig
-    registry.expect(NAME, config_class.__post_init__, ["self"])
-    validate = config_class.__init__
+    registry.expect(NAME, module.SpeculativeConfig.__post_init__, ["self"])
+    validate = module.SpeculativeConfig.__init__
 
     @functools.wraps(validate)
     def __init__(self, *args, **fields):
-        target = fields.get("target_model_config")
-        text_config = getattr(target, "hf_text_config", None)
-        model_type = getattr(text_config, "model_type", None)
-        if model_type not in TARGET_TYPES:
-            return validate(self, *args, **fields)
-        text_config.model_type = AcceptedTargetType(model_type)
-        try:
+        with _accepted(fields.get("target_model_config")):
             validate(self, *args, **fields)
-        finally:
-            text_config.model_type = model_type
         parallel = fields.get("target_parallel_config")
         if self.method == "eagle3" and parallel is not None:
             refuse_pipeline_parallelism(parallel.pipeline_parallel_size)
 
-    registry.replace(config_class, "__init__", __init__, NAME)
+    registry.replace(module.SpeculativeConfig, "__init__", __init__, NAME)
+
+
+def _patch_config(module: ModuleType) -> None:
+    validate = module.VllmConfig.__init__
+
+    @functools.wraps(validate)
+    def __init__(self, *args, **fields):
+        with _accepted(getattr(fields.get("speculative_config"), "target_model_config", None)):
+            validate(self, *args, **fields)
+
+    registry.replace(module.VllmConfig, "__init__", __init__, NAME)
 
 
 def _patch_decoder(module: ModuleType) -> None:
@@ -181,6 +202,7 @@ def _implement_interface(model_class: type, decoder_of) -> None:
     for method in (set_aux_hidden_state_layers, get_eagle3_aux_hidden_state_layers):
         setattr(method, registry.MARK, NAME)
         setattr(model_class, method.__name__, method)
+    registry.mark_in_place(NAME)
     model_class.supports_eagle3 = True
     for flag in ("has_own_lm_head", "has_own_embed_tokens"):
         if not hasattr(model_class, flag):
@@ -191,7 +213,8 @@ SHIM = registry.Shim(
     name=NAME,
     of="vllm",
     patches=(
-        f"{CONFIG}.SpeculativeConfig.__init__",
+        f"{SPECULATIVE_CONFIG}.SpeculativeConfig.__init__",
+        f"{CONFIG}.VllmConfig.__init__",
         f"{DECODER}.DeepseekV2Model.forward",
         f"{DECODER}.DeepseekV2ForCausalLM",
         f"{MULTIMODAL}.KimiK25ForConditionalGeneration",

@@ -20,8 +20,11 @@ from jobs.errors import MustFix
 
 # In the order of application. One module a shim.
 MODULES = (
+    "compat.scheduler_config",
+    "compat.kv_cache_helpers",
     "compat.kimi_k25_eagle3",
     "compat.aux_capture",
+    "compat.cpu_speculation",
 )
 
 MARK = "__eagle3_job_shim__"
@@ -45,6 +48,7 @@ class Shim:
 
 
 _applied: set[str] = set()
+_in_place: set[str] = set()
 _refused: dict[str, MustFix] = {}
 
 
@@ -66,9 +70,9 @@ def apply_shims(names: Sequence[str]) -> list[str]:
     return [name for name in known if name in _applied]
 
 
-def applied(name: str) -> bool:
-    """Whether the shim was applied in this process (its patches wait for the import of their targets)."""
-    return name in _applied
+def in_place(name: str) -> bool:
+    """Whether the shim has changed something in this process; one that waits for an import, or is not needed, has not."""
+    return name in _in_place
 
 
 def installed(distribution: str) -> str | None:
@@ -101,6 +105,11 @@ def parameters(function: Callable) -> list[str]:
     return list(inspect.signature(original(function), follow_wrapped=False).parameters)
 
 
+def source(function: Callable) -> str:
+    """Source text of a function as its authors wrote it, under any patch of ours."""
+    return inspect.getsource(original(function))
+
+
 def original(function: Any) -> Any:
     """The function a patch of ours stands for; any other object itself."""
     while hasattr(function, MARK):
@@ -120,6 +129,12 @@ def replace(owner: Any, name: str, patch: Callable, shim: str) -> None:
     setattr(patch, MARK, shim)
     patch.__doc__ = patch.__doc__ or present.__doc__
     setattr(owner, name, patch)
+    mark_in_place(shim)
+
+
+def mark_in_place(shim: str) -> None:
+    """Record that the shim has changed something (`replace` does so by itself)."""
+    _in_place.add(shim)
 
 
 def refuse_later(shim: str, reason: MustFix) -> None:
