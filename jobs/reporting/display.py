@@ -30,6 +30,10 @@ from jobs.reporting import figures
 SECONDS_BETWEEN_LINES = 5.0
 RATE_WINDOW_SECONDS = 60.0
 STANDARD_ERROR = 2
+# Of a line of the training log, what a person watches; the rest is for the curves.
+METRICS = (
+    "step", "loss", "accuracy_by_step", "accuracy", "acceptance_estimate", "acceptance", "evaluation", "learning_rate", "grad_norm", "data_wait", "bad_steps",
+)  # fmt: skip
 
 
 class ForgivingStream(io.TextIOBase):
@@ -232,9 +236,11 @@ class Display:
         return (time.monotonic() - self._began) / 3600 * self._price
 
     def metrics(self, values: Mapping[str, Any]) -> None:
-        """The latest figures of training (a line of train.jsonl)."""
+        """The latest figures of training (a line of train.jsonl); a line that is a remark is shown at once."""
         with self._lock:
-            if self._screen:
+            if "note" in values:
+                self._line(f"{self._stage}: {values['note']}")
+            elif self._screen:
                 self._screen.figures_line = _clean(_metrics_line(values))
             elif self._due("metrics"):
                 self._held_metrics = {}
@@ -366,18 +372,17 @@ class _Encoded:
 
 
 def _rates(row: figures.StageRow) -> str:
-    return ", ".join(figures.rate_text(rate, name) for name, rate in list(row.rates.items())[:3])
+    return ", ".join(figures.rate_text(rate, name) for name, rate in [*row.given_rates.items(), *row.rates.items()][:3])
 
 
 def _metrics_line(values: Mapping[str, Any]) -> str:
     parts = []
-    for key, value in values.items():
+    for key in [key for key in METRICS if key in values] or list(values):
+        value = values[key]
         if isinstance(value, list | tuple):
             value = "[" + " ".join(figures.count_text(item) for item in value) + "]"
-        elif key == "eta_seconds":
-            key, value = "eta", figures.clock_text(figures.number(value))
         elif isinstance(value, Mapping):
-            value = figures.count_text(value["mean"]) if "mean" in value else len(value)
+            value = " ".join(f"{name}={figures.count_text(item)}" for name, item in value.items() if figures.number(item) is not None)
         parts.append(f"{key}={figures.count_text(value)}")
     return " ".join(parts)
 

@@ -26,12 +26,18 @@ STAGES = (
     "push",
 )
 # Counts that mean something per second. Everything else (coverage, verdicts, ids) does not.
-RATED = ("tokens", "samples", "rows", "positions", "steps", "bytes", "prompts")
+RATED = frozenset({"tokens", "response_tokens", "prompt_tokens", "rows", "positions", "steps", "bytes", "samples", "turns", "prompts"})
+# What `prompts` counts as left out; other stages say `dropped`.
+LEFT_OUT = ("duplicate", "too_long", "in_eval_too", "empty")
+PER_SECOND = "_per_second"
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage of a ledger: `seconds` of its last run, `rates` per second of it, `dropped` by reason."""
+    """One stage of a ledger: `seconds` of all its runs, `rates` per second of them, `dropped` by reason.
+
+    `given_rates` are those the stage measured itself (`tokens_per_second`), without an engine start or a pause.
+    """
 
     name: str
     state: str
@@ -41,6 +47,11 @@ class StageRow:
     dropped: dict[str, int] = field(default_factory=dict)
     bytes: int | None = None
     cost: float | None = None
+
+    @property
+    def given_rates(self) -> dict[str, float]:
+        found = {key.removesuffix(PER_SECOND): number(raw) for key, raw in self.counts.items() if key.endswith(PER_SECOND)}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def number(value: Any) -> float | None:
@@ -59,10 +70,6 @@ def amount_of(cost: Any) -> float | None:
     return number(mapping(cost).get("amount") if isinstance(cost, Mapping) else cost)
 
 
-def is_rated(name: str) -> bool:
-    return any(name == word or name.endswith("_" + word) for word in RATED)
-
-
 def stage_rows(ledger: Mapping[str, Any]) -> list[StageRow]:
     """Every stage of the ledger in the order it runs; rates only where the stage is done and took time."""
     stages = mapping(ledger.get("stages"))
@@ -77,7 +84,8 @@ def _stage_row(name: str, entry: dict[str, Any]) -> StageRow:
     state = str(entry.get("state", "pending"))
     rates = {}
     if state == "done" and seconds:
-        rates = {key: value / seconds for key, raw in counts.items() if is_rated(key) and (value := number(raw))}
+        rates = {key: value / seconds for key, raw in counts.items() if key in RATED and (value := number(raw))}
+        rates = {key: value for key, value in rates.items() if key + PER_SECOND not in counts}
     stored = number(entry.get("bytes"))
     return StageRow(
         name=name,
@@ -96,7 +104,7 @@ def dropped_of(counts: Mapping[str, Any]) -> dict[str, int]:
     found = {reason: int(value) for reason, raw in mapping(counts.get("dropped")).items() if (value := number(raw))}
     for key, raw in counts.items():
         value = number(raw)
-        if key.startswith("dropped_") and value:
+        if value and (key.startswith("dropped_") or key in LEFT_OUT):
             found[key.removeprefix("dropped_").replace("_", " ")] = int(value)
     total = number(counts.get("dropped"))
     if total and not found:
@@ -191,10 +199,15 @@ def interval_text(mean: float, low: float | None, high: float | None) -> str:
     return f"{mean:.2f}" if low is None or high is None else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
+def is_shown(name: str) -> bool:
+    """Counts that have no place of their own beside the counts: what was dropped and rates have."""
+    return not name.startswith("dropped") and name not in LEFT_OUT and not name.endswith(PER_SECOND)
+
+
 def main_counts(row: StageRow, limit: int = 4) -> str:
     """The counts worth a table cell: scalars only, in the order the stage gave them."""
     scalar = {key: value for key, value in row.counts.items() if isinstance(value, int | float | str)}
-    shown = [counted_text(key, value) for key, value in scalar.items() if not key.startswith("dropped")][:limit]
+    shown = [counted_text(key, value) for key, value in scalar.items() if is_shown(key)][:limit]
     if row.dropped:
         shown.append(f"{sum(row.dropped.values()):,} dropped")
     return ", ".join(shown)

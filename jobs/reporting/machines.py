@@ -34,6 +34,10 @@ MEASURED_CONCURRENCY = 200
 HALF_RATE_CONCURRENCY = 28.2
 
 
+def share_of_peak(concurrency: float) -> float:
+    return concurrency / (concurrency + HALF_RATE_CONCURRENCY)
+
+
 @dataclass(frozen=True)
 class StepCost:
     """Seconds of a training step of one GPU: `fixed` plus `per_token` for every token of the packed row."""
@@ -68,11 +72,7 @@ class Rates:
 
     def generate_at(self, concurrency: int) -> Range:
         """Response tokens/s with so many requests decoded at once; beyond 200 the low side gains nothing."""
-
-        def curve(count: float) -> float:
-            return count / (count + HALF_RATE_CONCURRENCY)
-
-        gain = curve(concurrency) / curve(MEASURED_CONCURRENCY)
+        gain = share_of_peak(concurrency) / share_of_peak(MEASURED_CONCURRENCY)
         return Range(self.generate.low * min(gain, 1.0), self.generate.high * gain)
 
     def step_seconds(self, tokens: float, rows: float, flop: float) -> Range:
@@ -236,28 +236,37 @@ def calibrate(ledger: Mapping[str, Any], base: Rates) -> Rates:
 
 
 def _generation_rates(ledger: Mapping[str, Any], stages: list[figures.StageRow]) -> dict[str, Any]:
+    """Rates of the largest split that was generated; an engine start is what its first stage took beyond its work."""
     settings = figures.mapping(ledger.get("settings"))
-    first = stages[0]
-    loads = [value for stage in stages if (value := figures.number(stage.counts.get("load_seconds")))]
-    busy = first.seconds - (figures.number(first.counts.get("load_seconds")) or 0.0)
-    tokens = tokens_of(first)
-    found: dict[str, Any] = {"load_seconds": Range.exactly(max(loads))} if loads else {}
-    samples = figures.number(first.counts.get("samples"))
-    if samples:
-        found["tokens_per_sample"] = tokens / samples
-    if busy <= 0:
-        return found
-    if figures.mapping(settings.get("generate")).get("responses"):
-        return found | {"extract": Range.exactly(tokens / busy)}
-    response = figures.number(first.counts.get("response_tokens"))
+    extracted = bool(figures.mapping(settings.get("generate")).get("responses"))
+    stage = stages[0]
+    tokens, response = tokens_of(stage), figures.number(stage.counts.get("response_tokens"))
+    samples = next((found for name in ("prompts", "samples", "turns") if (found := figures.number(stage.counts.get(name)))), None)
+    found: dict[str, Any] = {"tokens_per_sample": tokens / samples} if samples else {}
     if response:
+        found["response_share"] = response / tokens
+    done = tokens if extracted else response
+    if not done:
+        return found
+    rate = stage.given_rates.get("tokens") or done / stage.seconds
+    if extracted:
+        found["extract"] = Range.exactly(rate)
+    else:
         concurrency = figures.number(figures.mapping(settings.get("verifier")).get("max_num_seqs")) or MEASURED_CONCURRENCY
         # Brought to the table's 200 requests, so that another concurrency can be asked of it.
-        shape = (concurrency / (concurrency + HALF_RATE_CONCURRENCY)) / (
-            MEASURED_CONCURRENCY / (MEASURED_CONCURRENCY + HALF_RATE_CONCURRENCY)
-        )
-        found |= {"generate": Range.exactly(response / busy / shape), "response_share": response / tokens}
-    return found
+        found["generate"] = Range.exactly(rate * share_of_peak(MEASURED_CONCURRENCY) / share_of_peak(concurrency))
+    return found | _engine_start(ledger, extracted)
+
+
+def _engine_start(ledger: Mapping[str, Any], extracted: bool) -> dict[str, Any]:
+    """The eval split's stage starts the engine: its time less its tokens at the rate it measured itself."""
+    first = next((row for row in figures.stage_rows(ledger) if row.name == "generate.eval" and row.state == "done"), None)
+    loads = figures.number(ledger.get("verifier_loads"))
+    if first is None or not first.seconds or loads != 1 or not first.given_rates.get("tokens"):
+        return {}
+    done = tokens_of(first) if extracted else figures.number(first.counts.get("response_tokens"))
+    seconds = first.seconds - (done or 0.0) / first.given_rates["tokens"]
+    return {"load_seconds": Range.exactly(seconds)} if seconds > 1 else {}
 
 
 def _training_rates(ledger: Mapping[str, Any], stage: figures.StageRow, verifier: VerifierSize) -> dict[str, Any]:

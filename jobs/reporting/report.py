@@ -25,6 +25,7 @@ from jobs.reporting.figures import mapping, number
 from jobs.storage.files import write_atomically
 
 EVENTS_SHOWN = 60
+NOTES_SHOWN = 20
 SPECULATION_LIMIT = 4  # axis of acceptance with the usual 3 drafted tokens
 VERDICTS = {
     "done": ("Done", "good"),
@@ -141,6 +142,7 @@ def page_of(files: RunFiles) -> dict[str, Any]:
         "groups": group_tables(heads),
         "curves": training_curves(files.training),
         "training": training_facts(files.training),
+        "training_notes": [masked(line["note"]) for line in files.training if "note" in line][-NOTES_SHOWN:],
         "stages": stages,
         "stages_chart": charts.duration_bars("Time by stage", [(row.name, row.seconds or 0.0, figures.seconds_text(row.seconds)) for row in stages if row.seconds]),
         "currency": currency,
@@ -322,30 +324,34 @@ def group_tables(heads: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def training_curves(lines: list[dict[str, Any]]) -> list[tuple[str, Markup]]:
-    """Loss, accuracy by TTT step, acceptance on the eval split, learning rate, over optimizer steps."""
+    """Loss, accuracy by TTT step, acceptance, learning rate, over optimizer steps.
+
+    Two acceptance curves: the replay on the eval split is what counts; the trainer's own estimate is there at every line.
+    """
     by_step = {step: line for line in lines if (step := number(line.get("step"))) is not None and "loss" in line}
     rows = sorted(by_step.items())  # a resumed run repeats steps: the later line of a step counts
 
     def points(key: str) -> list[charts.Point]:
         return charts.thinned([(step, value) for step, line in rows if (value := number(line.get(key))) is not None])
 
-    depth = max((len(_numbers(line.get("accuracy"))) for _, line in rows), default=0)
+    by_ttt_step = [(step, _numbers(line.get("accuracy_by_step", line.get("accuracy")))) for step, line in rows]
     accuracy = []
-    for k in range(depth):
-        series = [(step, values[k]) for step, line in rows if len(values := _numbers(line.get("accuracy"))) > k]
+    for k in range(max((len(values) for _, values in by_ttt_step), default=0)):
+        series = [(step, values[k]) for step, values in by_ttt_step if len(values) > k]
         accuracy.append((f"TTT step {k + 1}", charts.thinned(series)))
     judged = sorted({step: value for line in lines if (step := number(line.get("step"))) is not None and (value := acceptance_of(line)) is not None}.items())
+    acceptance = [("replay on the eval split", judged), ("estimate in training", points("acceptance_estimate"))]
     found = (
         ("Loss", charts.line_chart("Training loss", [("loss", points("loss"))], x_label="optimizer step")),
         ("Accuracy of the draft in training", charts.line_chart("Accuracy by TTT step", accuracy, x_label="optimizer step", floor=0)),
-        ("Acceptance length on the eval split", charts.line_chart("Acceptance length", [("acceptance", judged)], x_label="optimizer step", floor=1)),
+        ("Acceptance length", charts.line_chart("Acceptance length", acceptance, x_label="optimizer step", floor=1)),
         ("Learning rate", charts.line_chart("Learning rate", [("learning rate", points("learning_rate"))], x_label="optimizer step", floor=0)),
     )
     return [(title, chart) for title, chart in found if chart]
 
 
 def acceptance_of(line: Mapping[str, Any]) -> float | None:
-    value = line.get("acceptance")
+    value = mapping(line.get("evaluation")).get("acceptance", line.get("acceptance"))
     return number(mapping(value).get("mean")) if isinstance(value, Mapping) else number(value)
 
 

@@ -100,7 +100,7 @@ KIMI_K25 = VerifierSize(
     active_parameters=32e9,
 )
 # The shipped miniature, about; its own config.json is read where it is at hand (VerifierSize.read).
-TINY = VerifierSize("tiny", 10, 128, 4, 2048, 384, 8_000_000, 3e6)
+TINY = VerifierSize("tiny", 10, 128, 4, 1024, 384, 6_386_888, 3e6)
 # Hub models whose config.json is not on this machine when `plan` runs.
 KNOWN_VERIFIERS = {"moonshotai/Kimi-K2.5": KIMI_K25, "tiny": TINY}
 

@@ -64,12 +64,14 @@ def complete_ledger() -> dict:
     stages = {
         "preflight": stage(4.2, {"checks": 17}),
         "fetch": stage(0.6, {"repositories": 1, "bytes": 7_654_321}),
-        "prompts": stage(2.5, {"eval": 64, "train": 900, "dropped": {"too long": 12, "duplicate": 5}}),
-        "generate.eval": stage(31.0, {"samples": 64, "tokens": 12_800, "response_tokens": 8_000, "prompt_tokens": 4_800, "load_seconds": 6.5}),
+        "prompts": stage(2.5, {"eval": 64, "train": 900, "read": 981, "duplicate": 5, "too_long": 12, "in_eval_too": 0, "empty": 0}),
+        "generate.eval": stage(31.0, {"prompts": 64, "turns": 70, "tokens": 12_800, "response_tokens": 8_000, "rows": 12_730, "dropped": {}, "tokens_per_second": 400.0}),
         "baseline": stage(3.3, {"heads": 2, "sequences": 64, "best": "ngram"}),
-        "generate.train": stage(120.0, {"samples": 900, "tokens": 180_000, "response_tokens": 108_000, "prompt_tokens": 72_000, "dropped_no_answer": 2}),
+        "generate.train": stage(
+            120.0, {"prompts": 900, "turns": 1000, "tokens": 180_000, "response_tokens": 108_000, "rows": 179_000, "dropped": {"no answer": 2}, "tokens_per_second": 900.0}
+        ),
         "vocab": stage(0.4, {"size": 768, "coverage": 0.98765}),
-        "train": stage(61.5, {"steps": 700, "tokens": 358_400}),
+        "train": stage(61.5, {"steps": 700, "tokens": 358_400, "bad_steps": 0, "loss": 2.17, "dropped_rows": 31}),
         "evaluate": stage(2.8, {"acceptance_length": 2.6132, "sequences": 64}),
         "package": stage(0.9, {"files": 5, "bytes": 3_456_789}),
         "push": stage(0.2, {"files": 6, "bytes": 3_456_789, "uri": "s3://name:hidden-word@bucket/prefix"}),
@@ -94,22 +96,23 @@ def complete_ledger() -> dict:
 
 
 def training_lines(count: int = 700) -> list[dict]:
-    lines = []
+    lines: list[dict] = [{"note": "training from scratch, 700 steps"}]
     for step in range(10, count + 1, 10):
         share = step / count
         line = {
             "step": step,
             "loss": 2.1 + 4.5 * math.exp(-5 * share) + 0.08 * math.sin(step),
-            "accuracy": [0.62 * (1 - math.exp(-4 * share)), 0.47 * (1 - math.exp(-3 * share)), 0.36 * (1 - math.exp(-2.5 * share))],
+            "accuracy_by_step": [0.62 * (1 - math.exp(-4 * share)), 0.47 * (1 - math.exp(-3 * share)), 0.36 * (1 - math.exp(-2.5 * share))],
             "learning_rate": 4e-3 * min(1.0, step / 40) * (1 + math.cos(math.pi * share)) / 2,
             "grad_norm": 0.7,
+            "acceptance_estimate": 1.1 + 1.3 * (1 - math.exp(-3 * share)),
             "tokens_per_second": 8312.4,
             "data_wait": 0.01,
             "eta_seconds": 60 * (1 - share),
         }
         lines.append(line)
         if step % 140 == 0:
-            lines.append({"step": step, "acceptance": 1.0 + 1.6 * (1 - math.exp(-3 * share)), "rates": [0.5, 0.3, 0.2]})
+            lines.append({"step": step, "steps": count, "evaluation": {"acceptance": 1.0 + 1.6 * (1 - math.exp(-3 * share)), "rates": [0.5, 0.3, 0.2]}})
     return lines
 
 

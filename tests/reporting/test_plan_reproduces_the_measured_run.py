@@ -140,13 +140,16 @@ def finished_run(model: str = "moonshotai/Kimi-K2.5") -> dict:
     tokens = 950 * 503
     return {
         "settings": settings.as_dict(),
+        "verifier_loads": 1,
         "machine": {"gpus": ["NVIDIA RTX PRO 6000 Blackwell Server Edition"] * 8},
         "stages": {
             "generate.train": {
                 "state": "done",
                 "seconds": 0.9 * tokens / 3072,
-                "counts": {"samples": 950, "tokens": tokens, "prompt_tokens": 0.1 * tokens, "response_tokens": 0.9 * tokens},
+                "counts": {"prompts": 950, "turns": 1200, "tokens": tokens, "response_tokens": 0.9 * tokens},
             },
+            # Ten seconds of work after an engine start of 20 minutes.
+            "generate.eval": {"state": "done", "seconds": 1210.0, "counts": {"tokens": 40_000, "response_tokens": 30_720, "tokens_per_second": 3072.0}},
             "train": {"state": "done", "seconds": 27.7 * 60, "counts": {"steps": 9500}},
         },
     }
@@ -157,7 +160,7 @@ def test_a_finished_run_calibrates_its_own_machine_and_carries_over_to_another()
     assert machine_of(ledger) is LOCAL
     rates = calibrate(ledger, RTX_RATES)
     assert rates.generate.middle == pytest.approx(3072) and rates.tokens_per_sample == pytest.approx(503)
-    assert rates.response_share == pytest.approx(0.9)
+    assert rates.response_share == pytest.approx(0.9) and rates.load_seconds.middle == pytest.approx(1200)
     assert plan(run_to_beat(), rates, LOCAL).stage("train").seconds.middle == pytest.approx(27.7 * 60, rel=0.01)
     plans = {planned.machine: planned for planned in for_all_machines(run_to_beat(generate={"responses": None}), ledger)}
     table = plan(run_to_beat(generate={"responses": None}), replace(B300_RATES, tokens_per_sample=503, response_share=0.9), B300)

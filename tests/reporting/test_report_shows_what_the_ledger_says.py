@@ -113,7 +113,7 @@ def test_the_verdict_comes_first_and_says_what_the_head_is_worth(complete_run):
     assert words.index("Done") < words.index("Acceptance length by head")
     assert "The trained head emits 2.61 tokens a verification step (95 % interval 2.53 to 2.69); 4 is the most." in words
     assert "Against ngram: +1.06 (95 % interval 0.98 to 1.14) on the same prompts." in words
-    for needed in ("too long", "duplicate", "no answer", "train.epochs", "vllm", "b" * 64, "prompts: 12 were too long"):
+    for needed in ("too long", "duplicate", "no answer", "900 tokens/s", "estimate in training", "training from scratch, 700 steps", "train.epochs", "vllm", "b" * 64, "prompts: 12 were too long"):
         assert needed in words, needed
     assert "hidden-word" not in (complete_run / "report.html").read_text()  # a password in a URL
 
