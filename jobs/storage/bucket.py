@@ -48,7 +48,9 @@ class Destination(Protocol):
 
     def hold(self) -> contextlib.AbstractContextManager[None]: ...
     def found(self, name: str) -> tuple[int, str | None] | None: ...  # (bytes, sha256 where known)
-    def holds(self, entry: FileEntry, believed: bool) -> bool: ...  # this content is there; `believed`: a record says so
+    def holds(
+        self, entry: FileEntry, believed: bool
+    ) -> bool: ...  # this content is there; `believed`: a record says so
     def read(self, name: str, start: int = 0) -> Iterator[bytes]: ...
     def read_small(self, name: str) -> bytes | None: ...
     def write_small(self, name: str, data: bytes, *, only_if_absent: bool = False) -> bool: ...
@@ -160,7 +162,9 @@ def pull(
             _prepare_staging(staging, manifest)
             done = 0
             for entry in manifest.files:
-                _download(place, entry, staging, lambda size, base=done: _tell(progress, base + size, manifest), should_stop)
+                _download(
+                    place, entry, staging, lambda size, base=done: _tell(progress, base + size, manifest), should_stop
+                )
                 done += entry.bytes
             write_atomically(staging / MANIFEST, manifest.content)
             (staging / WANTED).unlink()
@@ -199,19 +203,21 @@ def _local_manifest(folder: Path, should_stop: ShouldStop) -> Manifest:
         if should_stop():
             raise Interrupted("The upload was stopped", where=str(folder), remedy="run the same command to go on")
         if not path.is_file():
-            what = "is missing"
+            what = "is named in its manifest but missing"
         elif path.stat().st_size != entry.bytes:
-            what = f"has {path.stat().st_size:,} bytes instead of {entry.bytes:,}"
+            what = f"has {path.stat().st_size:,} bytes instead of the {entry.bytes:,} of its manifest"
         elif sha256_file(path) != entry.sha256:
-            what = "has another sha256"
+            what = "has another sha256 than its manifest says"
         else:
             continue
-        raise MustFix(f"{entry.name} {what} than its manifest says", where=str(folder), remedy="run the package stage again")
+        raise MustFix(f"{entry.name} {what}", where=str(folder), remedy="run the package stage again")
     return manifest
 
 
 def _another_head(uri: str) -> MustFix:
-    return MustFix("Another head is published there", where=uri, remedy="choose another push.uri, or remove that one first")
+    return MustFix(
+        "Another head is published there", where=uri, remedy="choose another push.uri, or remove that one first"
+    )
 
 
 def _claim(place: Destination, manifest: Manifest, state: UploadState) -> None:
@@ -258,7 +264,9 @@ def _read_back(place: Destination, entry: FileEntry, state: UploadState) -> None
     if digest.hexdigest() != entry.sha256:
         state.forget(entry.name)
         place.delete(entry.name)
-        raise TryAgain(f"{entry.name} came back with another sha256", where=place.uri, remedy="run the same command again")
+        raise TryAgain(
+            f"{entry.name} came back with another sha256", where=place.uri, remedy="run the same command again"
+        )
 
 
 def _seal(place: Destination, manifest: Manifest, state: UploadState) -> None:
@@ -268,7 +276,9 @@ def _seal(place: Destination, manifest: Manifest, state: UploadState) -> None:
         found = place.found(entry.name)
         if found is None or found[0] != entry.bytes or found[1] not in (None, entry.sha256):
             state.forget(entry.name)
-            raise TryAgain(f"{entry.name} was changed by somebody else", where=place.uri, remedy="run the same command again")
+            raise TryAgain(
+                f"{entry.name} was changed by somebody else", where=place.uri, remedy="run the same command again"
+            )
     place.write_small(MANIFEST, manifest.content, only_if_absent=True)
     if place.read_small(MANIFEST) != manifest.content:
         raise _another_head(place.uri)
@@ -304,15 +314,15 @@ def _already_there(folder: Path, manifest: Manifest) -> bool:
     if not folder.exists():
         return False
     if os.path.ismount(folder):
-        raise MustFix("The folder is a mount point and cannot appear whole", where=str(folder), remedy="name a folder in it")
+        raise MustFix(
+            "The folder is a mount point and cannot appear whole", where=str(folder), remedy="name a folder in it"
+        )
     if not folder.is_dir():
         raise MustFix("The destination of the download is a file", where=str(folder), remedy="name another folder")
     if not any(folder.iterdir()):
         return False
     ours = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == manifest.content
-    if ours and all(
-        (folder / e.name).is_file() and sha256_file(folder / e.name) == e.sha256 for e in manifest.files
-    ):
+    if ours and all((folder / e.name).is_file() and sha256_file(folder / e.name) == e.sha256 for e in manifest.files):
         return True
     raise MustFix(
         "The folder holds something else" if not ours else "The folder holds this publication, damaged",
@@ -347,9 +357,7 @@ def _download(
             os.replace(partial, final)
             return
         partial.unlink()
-    raise MustFix(
-        f"{entry.name} has another sha256 than its manifest says", where=place.uri, remedy="publish it again"
-    )
+    raise MustFix(f"{entry.name} has another sha256 than its manifest says", where=place.uri, remedy="publish it again")
 
 
 def _fetch_bytes(
@@ -364,7 +372,9 @@ def _fetch_bytes(
             try:
                 for block in place.read(entry.name, start):
                     if should_stop():
-                        raise Interrupted("The download was stopped", where=place.uri, remedy="run the same command to go on")
+                        raise Interrupted(
+                            "The download was stopped", where=place.uri, remedy="run the same command to go on"
+                        )
                     write_all(descriptor, block)
                     have += len(block)
                     report(min(have, entry.bytes))

@@ -25,6 +25,7 @@ from typing import Any
 
 from jobs.errors import MustFix
 
+LOCK_WAIT_SECONDS = 5.0  # the workers of a killed engine need a second or two to notice and let go
 _BLOCK = 1 << 22  # bytes read at once when hashing: large enough for a network disk
 
 
@@ -119,14 +120,13 @@ def sha256_file(path: Path, progress: Callable[[int], None] | None = None) -> st
 
 
 @contextlib.contextmanager
-def held(path: Path, *, what: str, wait_seconds: float = 5.0, remove: bool = False) -> Iterator[None]:
+def held(path: Path, *, what: str, remove: bool = False) -> Iterator[None]:
     """Hold an exclusive flock on the file `path` (created where missing); held by another process -> MustFix.
 
-    The kernel lets go of it when the process ends, however it ends. It is waited for a moment: the
-    workers of an engine whose driver was killed need a second or two to notice and die. `remove` takes
-    the file away at the end, for folders that should hold nothing but their contents.
+    The kernel lets go of it when the process ends, however it ends; it is waited for LOCK_WAIT_SECONDS.
+    `remove` takes the file away at the end, for folders that should hold nothing but their contents.
     """
-    deadline = time.monotonic() + wait_seconds
+    deadline = time.monotonic() + LOCK_WAIT_SECONDS
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         while True:

@@ -67,7 +67,9 @@ class FolderDestination:
             try:
                 file = open(path, "rb")  # noqa: SIM115 (closed below; the generator may be left half-way)
             except FileNotFoundError:
-                raise MustFix(f"{name} is named in the manifest but missing", where=self.uri, remedy="publish again") from None
+                raise MustFix(
+                    f"{name} is named in the manifest but missing", where=self.uri, remedy="publish again"
+                ) from None
         with file:
             file.seek(start)
             while block := file.read(_BLOCK):
@@ -117,14 +119,18 @@ class FolderDestination:
                 temporary.unlink()
         raise TryAgain(f"{entry.name} arrived damaged twice", where=str(final), remedy="check the disk")
 
-    def _copy(self, source: Path, temporary: Path, sent: Callable[[int], None], should_stop: Callable[[], bool]) -> None:
+    def _copy(
+        self, source: Path, temporary: Path, sent: Callable[[int], None], should_stop: Callable[[], bool]
+    ) -> None:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             with open(source, "rb") as file:
                 file.seek(os.fstat(descriptor).st_size)
                 while block := file.read(_BLOCK):
                     if should_stop():
-                        raise Interrupted("The upload was stopped", where=self.uri, remedy="run the same command to go on")
+                        raise Interrupted(
+                            "The upload was stopped", where=self.uri, remedy="run the same command to go on"
+                        )
                     write_all(descriptor, block)
                     sent(len(block))
             os.fsync(descriptor)

@@ -48,7 +48,9 @@ class Problem:
     rows: int | None = None
 
     def sentence(self) -> str:
-        place = "" if self.shard is None else f", {self.shard} rows {self.first_row} to {self.first_row + self.rows - 1}"
+        place = (
+            "" if self.shard is None else f", {self.shard} rows {self.first_row} to {self.first_row + self.rows - 1}"
+        )
         return f"{self.sample}{place}: {self.what}"
 
 

@@ -45,10 +45,23 @@ LARGEST_PART_NUMBER = 10_000
 CONNECT_SECONDS, READ_SECONDS, ATTEMPTS = 5, 60, 4  # a dead endpoint is known after a few seconds
 _BLOCK = 1 << 20
 
-_WRONG_CREDENTIALS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "401", "InvalidSecurity"}
+_WRONG_CREDENTIALS = {
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "InvalidToken",
+    "ExpiredToken",
+    "401",
+    "InvalidSecurity",
+}
 _NO_PERMISSION = {"AccessDenied", "403", "AllAccessDisabled", "AccountProblem", "Forbidden"}
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
-_WRONG_REGION = {"PermanentRedirect", "301", "307", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+_WRONG_REGION = {
+    "PermanentRedirect",
+    "301",
+    "307",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+}
 _NAME_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or mount a credentials file"
 
 
@@ -71,7 +84,9 @@ def explained(error: Exception, uri: str) -> JobError:
             remedy="check push.endpoint_url and the network, then run the same command again",
         )
     if not isinstance(error, ClientError):
-        return MustFix(f"boto3 refuses the destination: {error}", where=uri, remedy="check push.uri and push.endpoint_url")
+        return MustFix(
+            f"boto3 refuses the destination: {error}", where=uri, remedy="check push.uri and push.endpoint_url"
+        )
     code, status = _code(error), _status(error)
     if code == "NoSuchBucket":
         return MustFix("The bucket does not exist", where=uri, remedy="create it, or correct push.uri")
@@ -146,7 +161,9 @@ class S3Destination:
             self.client.head_bucket(Bucket=self.bucket)
         except ClientError as error:
             if _code(error) in _ABSENT:
-                raise MustFix("The bucket does not exist", where=self.uri, remedy="create it, or correct push.uri") from None
+                raise MustFix(
+                    "The bucket does not exist", where=self.uri, remedy="create it, or correct push.uri"
+                ) from None
             if _code(error) in _NO_PERMISSION | {"400"}:
                 self._explain_bodyless_refusal()
             raise explained(error, self.uri) from None
@@ -186,7 +203,9 @@ class S3Destination:
                 yield from body.iter_chunks(_BLOCK)
         except ClientError as error:
             if _code(error) in _ABSENT:
-                raise MustFix(f"{name} is named in the manifest but missing", where=self.uri, remedy="publish again") from None
+                raise MustFix(
+                    f"{name} is named in the manifest but missing", where=self.uri, remedy="publish again"
+                ) from None
             raise explained(error, self.uri) from None
         except (BotoCoreError, OSError) as error:
             raise TryAgain(
@@ -222,7 +241,12 @@ class S3Destination:
 
     def _put(self, name: str, data: bytes, sha256: str, **extra: str) -> None:
         self.client.put_object(
-            Bucket=self.bucket, Key=self.key(name), Body=data, ContentMD5=_md5(data), Metadata={"sha256": sha256}, **extra
+            Bucket=self.bucket,
+            Key=self.key(name),
+            Body=data,
+            ContentMD5=_md5(data),
+            Metadata={"sha256": sha256},
+            **extra,
         )
 
     def delete(self, name: str) -> None:
@@ -373,7 +397,9 @@ class S3Destination:
         would replace a published object. A server that cannot list them is left alone."""
         keys = {self.key(entry.name) for entry in entries}
         with contextlib.suppress(ClientError, BotoCoreError):
-            pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=self.key(""))
+            pages = self.client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self.bucket, Prefix=self.key("")
+            )
             for upload in [upload for page in pages for upload in page.get("Uploads", [])]:
                 if upload["Key"] in keys:
                     self.client.abort_multipart_upload(

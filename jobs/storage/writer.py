@@ -80,7 +80,7 @@ class StateWriter:
             self._open = stack.pop_all()
 
     def append(self, sample_id: str, first_position: int, taps: Tensor, final: Tensor, logprob: Tensor) -> None:
-        """Take rows of positions first_position, first_position + 1, …: they are copied, the caller may reuse its memory.
+        """Take rows of positions first_position, first_position + 1, …; copied, so the caller's memory is free again.
 
         taps [r, T, H], final [r, H] (after the verifier's last norm), logprob [r] fp32; CPU tensors. Rows are
         buffered until `extent_rows` of them follow each other; positions that come again replace earlier ones.
@@ -193,7 +193,7 @@ class StateWriter:
                 raise MustFix(
                     f"Sample {sample_id} is committed, but has no hidden state at position {gap} of {rows}",
                     where=str(self.folder),
-                    remedy="the store is damaged: restore it from a copy, or generate the split again in an empty folder",
+                    remedy="restore the store from a copy, or generate the split again in an empty folder",
                 )
             live += [extent for extent, _, _ in resolve(extents[sample_id], rows)]
         return committed, live
@@ -247,7 +247,9 @@ class StateWriter:
             return sample
         if first_position >= sample.finished_rows or rows == 0:
             return None
-        raise JobError(f"Sample {sample_id} got rows at position {first_position} after its end", where=str(self.folder))
+        raise JobError(
+            f"Sample {sample_id} got rows at position {first_position} after its end", where=str(self.folder)
+        )
 
     def _refuse_committed(self, sample_id: str) -> None:
         if sample_id in self._committed:
@@ -284,7 +286,7 @@ class StateWriter:
         return extent
 
     def _take_rows(self, rows: int) -> _FreeRows:
-        """Up to `rows` rows in one shard: the first free run that holds them all, else one of at least `extent_rows`."""
+        """Up to `rows` rows in one shard: the first free run that holds all, else one of at least `extent_rows`."""
         fitting = next((run for run in self._free if run.rows >= rows), None)
         run = fitting or next((run for run in self._free if run.rows >= self.extent_rows), None)
         if run is None:
