@@ -41,7 +41,7 @@ def plan(job_name: str, overrides: Sequence[str], calibrate: Path | None) -> dic
 
     ledger = RunDirectory(calibrate, read_only=True).ledger if calibrate else None
     plans = planning.for_all_machines(load(job_name, overrides=overrides), ledger)
-    return {"status": "planned", "plans": [p.as_dict() for p in plans], "text": "\n\n".join(p.render() for p in plans)}
+    return {"status": "planned", "plans": [p.as_dict() for p in plans], "text": planning.render_plans(plans)}
 
 
 def status(path: Path) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _planned(settings: Settings, path: Path) -> dict[str, Any]:
     plans = planning.for_all_machines(settings, None)
     lines = [f"{settings.job.name} would run in {path.absolute()}:", ""]
     lines += [f"  {name}" for name in STAGES]
-    lines += ["", plans[0].render()]
+    lines += ["", planning.render_plans(plans)]
     return {
         "status": "planned", "exit_code": EXIT_DONE, "error": None, "run_dir": str(path.absolute()),
         "stages": {name: {"state": "pending", "seconds": 0.0, "counts": {}} for name in STAGES}, "verifier_loads": 0, "acceptance": {}, "published": None,

@@ -61,7 +61,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path) as probe:
                 probe.write(b"x")
-            self._held.enter_context(held(self.path / ".lock", what="this run directory", wait_seconds=2.0))
+            self._held.enter_context(held(self.path / ".lock", what="this run directory"))
         except OSError as error:
             raise MustFix(
                 f"The run directory cannot be written: {error.strerror}", where=str(self.path),

@@ -16,6 +16,7 @@ from typing import Any
 from jobs.errors import MustFix, TryAgain
 from jobs.run import Context
 from jobs.settings import PromptSource, PromptsSettings
+from jobs.stages.conversations import turns_of
 from jobs.storage.files import write_atomically
 from jobs.verifier.chat import Chat
 from jobs.verifier.tiny import PROMPTS as SHIPPED
@@ -42,7 +43,8 @@ def run(context: Context) -> dict[str, Any]:
     settings, seed = context.settings.prompts, context.settings.job.seed
     counts = {"read": 0, "duplicate": 0, "too_long": 0, "in_eval_too": 0, "empty": 0}
     pick = _Picker(context, Chat.load(context.verifier_path), counts)
-    rows = pick.distinct(read(context, settings))
+    # Rows marked eval first: of two copies the one that was meant for judging stays.
+    rows = pick.distinct(sorted(read(context, settings), key=lambda row: row["split"] != "eval"))
     marked = [row for row in rows if row["split"] == "eval"]
     if settings.eval_source:
         marked = pick.distinct(read(context, settings.model_copy(update={"source": settings.eval_source})))
@@ -185,19 +187,10 @@ class _Picker:
             self.context.should_stop.raise_if_set()
             draw = int.from_bytes(hashlib.sha256(f"{seed}:thinking:{row['id']}".encode()).digest()[:8]) / 2**64
             thinking = draw < settings.thinking_share
-            if len(self.chat.render(first_prompt(row["messages"]), thinking)) > settings.max_prompt_tokens:
+            if len(self.chat.render(turns_of(row["messages"])[0], thinking)) > settings.max_prompt_tokens:
                 self.counts["too_long"] += 1
                 continue
             kept.append(row | {"thinking": thinking})
             self._taken += 1
             self.context.progress(self._taken, settings.eval_samples + settings.train_samples, "prompts")
         return kept
-
-
-def first_prompt(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The messages up to the first that the verifier has to answer."""
-    for index, message in enumerate(messages):
-        following = messages[index + 1]["role"] if index + 1 < len(messages) else "assistant"
-        if message["role"] in ("user", "tool") and following != message["role"] and following != "tool":
-            return messages[: index + 1]
-    return messages
