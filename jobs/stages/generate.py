@@ -26,7 +26,6 @@ from jobs.stages.conversations import Conversation, read_conversations
 from jobs.storage.responses import RESPONSES, Response, ResponseLog, scan_responses
 from jobs.storage.shards import STORE
 from jobs.storage.states import StateLayout
-from jobs.verifier.capture import describe, rebuild
 from jobs.verifier.chat import Chat
 from jobs.verifier.engine import Finished, Request, VerifierEngine
 from jobs.verifier.facts import VerifierFacts
@@ -82,15 +81,12 @@ def run_split(context: Context, split: str) -> dict[str, Any]:
     facts, chat = VerifierFacts.read(context.verifier_path), Chat.load(context.verifier_path)
     layout = layout_of(context, split, facts, chat)
     work = Existing if context.settings.generate.responses else Answering
-    try:
-        if context.settings.generate.backend == "speculators":
-            from jobs.verifier.speculators_backend import extract  # reference only, needs compat's speculators shims
+    if context.settings.generate.backend == "speculators":
+        from jobs.verifier.speculators_backend import extract  # reference only, needs compat's speculators shims
 
-            return extract(context, split, layout, existing_responses(context, split, facts, layout))
-        with ResponseLog(context.states(split)) as log:
-            return work(context, split, facts, chat, layout, log).run()
-    except OSError as error:
-        raise rebuild(describe(error)) from error
+        return extract(context, split, layout, existing_responses(context, split, facts, layout))
+    with ResponseLog(context.states(split)) as log:
+        return work(context, split, facts, chat, layout, log).run()
 
 
 def layout_of(context: Context, split: str, facts: VerifierFacts, chat: Chat) -> StateLayout:
@@ -219,15 +215,16 @@ class Answering(Work):
         if turn == len(conversation.turns):
             conversation.finished = True
             return None
-        settings = self.context.settings
-        prompt = self.chat.render(conversation.prompt(), conversation.thinking)
-        room = settings.verifier.max_model_len - len(prompt)
+        settings, sample = self.context.settings, f"{conversation.id}#{turn}"
+        longest = settings.verifier.max_model_len
+        try:
+            prompt = self.chat.render(conversation.prompt(), conversation.thinking)
+        except MustFix as error:  # a template may refuse a conversation only once the answers are in it
+            return self.give_up(conversation, "template_refuses", f"{sample}: {error}")
+        room = longest - len(prompt)
         if room < 1:
-            conversation.finished = True
-            self.drop("prompt_too_long", len(conversation.turns) - turn, f"{conversation.id}#{turn} has {len(prompt)} prompt tokens, verifier.max_model_len is {settings.verifier.max_model_len}")
-            return None
+            return self.give_up(conversation, "prompt_too_long", f"{sample} has {len(prompt)} prompt tokens, verifier.max_model_len is {longest}")
         conversation.running_tokens = len(prompt)
-        sample = f"{conversation.id}#{turn}"
         sampling = settings.generate.thinking if conversation.thinking else settings.generate.instant
         return Request(
             id=sample, prompt_token_ids=prompt, max_tokens=min(settings.generate.max_new_tokens, room),
@@ -235,13 +232,17 @@ class Answering(Work):
             stop_token_ids=self.chat.stop_token_ids, note=conversation,
         )  # fmt: skip
 
+    def give_up(self, conversation: Conversation, reason: str, detail: str) -> None:
+        """Drop the open turns of a conversation."""
+        conversation.finished = True
+        self.drop(reason, len(conversation.turns) - len(conversation.answers), detail)
+
     def on_finished(self, finished: Finished) -> Iterable[Request]:
         request, conversation = finished.request, finished.request.note
         conversation.running_tokens = 0
         follow_ups: list[Request] = []
         if finished.dropped:
-            conversation.finished = True
-            self.drop("states_incomplete", len(conversation.turns) - len(conversation.answers), finished.dropped)
+            self.give_up(conversation, "states_incomplete", finished.dropped)
         else:
             response = Response(
                 id=request.id, prompt_token_ids=request.prompt_token_ids, response_token_ids=finished.response_token_ids,

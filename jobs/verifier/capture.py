@@ -22,7 +22,6 @@ What is read from vLLM 0.16.0's `v1/worker/gpu_model_runner.py`, for whoever mov
 """
 
 import contextlib
-import errno
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -253,7 +252,9 @@ class StoreThread:
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
-        self.writer.close()
+        # What already failed is reported once; closing lets go of the folder even so.
+        with contextlib.suppress(JobError if self.failure else ()):
+            self.writer.close()
 
     def _loop(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -322,7 +323,7 @@ class CaptureExtension:
             if _writes():
                 sink = StoreThread(StateWriter(Path(folder), layout, shard_bytes=shard_bytes, extent_rows=extent_rows))
             self._capture.open(tap_ids, layout.taps, sink)
-        except (JobError, OSError) as error:
+        except JobError as error:
             return describe(error)
         return None
 
@@ -369,11 +370,6 @@ def seed_at(seed: int, position: int) -> int:
 
 def describe(error: BaseException) -> dict:
     """An exception as plain values for the way to the driver; `rebuild` makes it one again."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        error = MustFix(
-            "The disk is full, hidden states cannot be written", where=str(error.filename or "the state store"),
-            remedy="free space there and run the same command again, nothing finished is lost",
-        )  # fmt: skip
     if isinstance(error, JobError):
         return {"exit_code": error.exit_code, "message": error.message, "where": error.where, "remedy": error.remedy}
     return {"exit_code": None, "message": f"{type(error).__name__}: {error}", "where": None, "remedy": None}

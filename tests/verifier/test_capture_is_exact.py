@@ -7,47 +7,18 @@ DeepSeek-V3 in fp32 with hooks (deepseek_reference.py).
 
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+from captured import TAPS, TOLERANCE, answer_into, assert_equals_reference, layout_of, logprobs_of, requests, whole
 from deepseek_reference import Reference, largest_error
 
 from jobs.settings import StatesSettings, VerifierSettings
-from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore
+from jobs.storage.states import StateStore
 from jobs.verifier.engine import Finished, Request, VerifierEngine
 from jobs.verifier.tiny import CHECKPOINT
 
-TAPS = (2, 3, 5, 6, 7, 8)  # both readings of 2/5/7
-TOLERANCE = 1e-4  # relative, fp32
 SETTINGS = VerifierSettings(dtype="float32", max_model_len=512, max_num_seqs=48, max_num_batched_tokens=64, enforce_eager=True)
-
-
-def requests(count: int = 48) -> list[Request]:
-    """Very unequal lengths; every third prompt shares a prefix of 70 tokens; sampled, each with its seed."""
-    rng = random.Random(1)
-    prefix = [rng.randrange(1500) for _ in range(70)]
-    made = []
-    for i in range(count):
-        prompt = [rng.randrange(1500) for _ in range(rng.choice([2, 5, 20, 60, 150]))]
-        prompt = prefix + prompt if i % 3 == 0 else prompt
-        made.append(Request(f"s{i:02d}#0", prompt, max_tokens=rng.choice([1, 2, 9, 40, 110]), temperature=1.0, top_p=0.95, seed=1000 + i, ignore_eos=i % 2 == 0))
-    return made
-
-
-def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...] = TAPS) -> StateStore:
-    layout = StateLayout(taps=taps, hidden_size=engine.facts.hidden_size, dtype="float32", verifier="tiny", verifier_revision=engine.facts.revision, tokenizer_sha256="0" * 64)
-    engine.open_store(folder, layout, StatesSettings(shard_mib=16, extent_rows=32))
-    with ResponseLog(folder) as log:
-
-        def commit(finished: Finished) -> tuple:
-            assert finished.dropped is None, finished.dropped
-            log.append(Response(finished.request.id, finished.request.prompt_token_ids, finished.response_token_ids, finished.finish_reason, {}, "test", False))
-            return ()
-
-        engine.run(wanted, commit)
-    engine.close_store()
-    return StateStore(folder)
 
 
 @pytest.fixture(scope="module")
@@ -86,19 +57,9 @@ def store(engine, preemptions, tmp_path_factory) -> StateStore:
     return made
 
 
-def whole(sample) -> list[int]:
-    return sample.response.prompt_token_ids + sample.response.response_token_ids
-
-
 def test_every_row_equals_the_reference(store, reference):
     assert len(store.ids()) == 48
-    for sample_id in store.ids():
-        sample = store.read(sample_id)
-        tokens = whole(sample)
-        assert len(sample.taps) == len(sample.final) == len(sample.logprob) == len(tokens) - 1
-        taps, final = reference.states(tokens[:-1], TAPS)
-        assert largest_error(sample.taps, taps) < TOLERANCE, sample_id
-        assert largest_error(sample.final, final) < TOLERANCE, sample_id
+    assert_equals_reference(store, reference)
 
 
 def test_taps_one_layer_off_are_noticed(store, reference):
@@ -110,14 +71,10 @@ def test_taps_one_layer_off_are_noticed(store, reference):
             assert largest_error(sample.taps[:, k], wrong[:, k]) > 100 * TOLERANCE
 
 
-def test_logprob_is_the_engines_own_for_every_response_token(store, reference):
+def test_prompt_rows_have_no_logprob_while_decoding(store):
     for sample_id in store.ids():
         sample = store.read(sample_id)
-        prompt, tokens = len(sample.response.prompt_token_ids), whole(sample)
-        assert sample.logprob[: prompt - 1].isnan().all()
-        want = (sample.final @ reference.lm_head.T).log_softmax(-1)  # [n-1, V]
-        want = want.gather(1, torch.tensor(tokens[1:])[:, None])[prompt - 1 :, 0]
-        torch.testing.assert_close(sample.logprob[prompt - 1 :], want, rtol=0, atol=1e-3)
+        assert sample.logprob[: len(sample.response.prompt_token_ids) - 1].isnan().all()
 
 
 def test_answers_do_not_depend_on_the_order_of_arrival(engine, store, tmp_path):
@@ -139,8 +96,7 @@ def test_prefill_of_the_same_answers_gives_the_same_states(engine, store, refere
         a, b = prefilled.read(sample_id), store.read(sample_id, taps=(2, 5, 7))
         assert whole(a) == whole(b)
         assert largest_error(a.taps, b.taps) < TOLERANCE and largest_error(a.final, b.final) < TOLERANCE
-        want = (a.final @ reference.lm_head.T).log_softmax(-1).gather(1, torch.tensor(whole(a)[1:])[:, None])[:, 0]
-        torch.testing.assert_close(a.logprob, want, rtol=0, atol=1e-3)  # known on every row, prompt rows too
+        torch.testing.assert_close(a.logprob, logprobs_of(a, reference), rtol=0, atol=1e-3)  # known on every row, prompt rows too
 
 
 def test_a_lost_row_drops_the_sample_and_names_it(engine, tmp_path, monkeypatch):
@@ -152,8 +108,7 @@ def test_a_lost_row_drops_the_sample_and_names_it(engine, tmp_path, monkeypatch)
         return [span for span in spans(self, scheduler_output) if not (span.sample == "s01#0" and span.position <= 7 < span.position + span.rows)]
 
     monkeypatch.setattr(type(capture), "_spans", without_position_seven)
-    layout = StateLayout(taps=TAPS, hidden_size=engine.facts.hidden_size, dtype="float32", verifier="tiny", verifier_revision=engine.facts.revision, tokenizer_sha256="0" * 64)
-    engine.open_store(tmp_path, layout, StatesSettings(shard_mib=16))
+    engine.open_store(tmp_path, layout_of(engine), StatesSettings(shard_mib=16))
     finished: dict[str, Finished] = {}
     wanted = [Request(r.id, [5] * 20, max_tokens=4, ignore_eos=True) for r in requests(3)]
     engine.run(wanted, lambda f: finished.update({f.request.id: f}) or ())

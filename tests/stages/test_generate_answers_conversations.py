@@ -1,0 +1,168 @@
+"""The generate stage answers conversations turn by turn, within its budget, and repeats nothing."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from generate_in_process import SMALL, prepare, prompt, run
+
+from jobs.errors import MustFix
+from jobs.settings import VerifierSettings
+from jobs.storage.states import ResponseLog, StateStore
+from jobs.verifier.chat import Chat
+from jobs.verifier.engine import VerifierEngine, VerifierFacts
+from jobs.verifier.tiny import CHECKPOINT
+
+QUESTIONS = [f"What does the function number {i} return?" for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    torch.set_num_threads(1)
+    taps = VerifierFacts.read(CHECKPOINT).both_readings(None)
+    made = VerifierEngine(CHECKPOINT, VerifierSettings(**SMALL["verifier"]), seed=3, capture_taps=taps)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def chat() -> Chat:
+    return Chat.load(CHECKPOINT)
+
+
+def responses(folder, split="eval"):
+    store = StateStore(folder / "states" / split)
+    return {sample_id: store.response(sample_id) for sample_id in store.ids()}
+
+
+def test_eval_keeps_both_readings_and_train_the_three_taps(engine, tmp_path):
+    rows = [prompt(i, QUESTIONS[i], split="eval" if i < 3 else "train") for i in range(8)]
+    folder = prepare(tmp_path / "run", rows)
+    counts = run(folder, "eval", engine)
+    assert (counts["prompts"], counts["turns"], counts["dropped"]) == (3, 3, {})
+    assert StateStore(folder / "states/eval").layout.taps == (2, 3, 5, 6, 7, 8)
+    assert run(folder, "train", engine)["turns"] == 5
+    store = StateStore(folder / "states/train")
+    assert store.layout.taps == (2, 5, 7)
+    assert store.verify().rows == sum(store.response(i).rows for i in store.ids())
+
+
+def test_every_turn_sees_the_verifiers_own_earlier_answers(engine, chat, tmp_path):
+    """The second prompt holds the first answer as the template renders it: its thinking is gone."""
+    rows = [prompt(1, "Hello there", "And then?", "Why?", thinking=True), prompt(2, "Just one", thinking=False)]
+    folder = prepare(tmp_path / "run", rows)
+    assert run(folder, "eval", engine)["turns"] == 4
+    made = responses(folder)
+    assert sorted(made) == ["p001#0", "p001#1", "p001#2", "p002#0"]
+    messages = []
+    for turn, said in enumerate(["Hello there", "And then?", "Why?"]):
+        messages.append({"role": "user", "content": said})
+        response = made[f"p001#{turn}"]
+        assert response.prompt_token_ids == chat.render(messages, True)
+        assert response.thinking and response.sampling["temperature"] == 1.0
+        messages.append(chat.assistant_message(response.response_token_ids, True))
+    assert made["p002#0"].prompt_token_ids == chat.render([{"role": "user", "content": "Just one"}], False)
+    assert made["p002#0"].sampling["temperature"] == 0.6
+
+
+def test_answers_depend_on_seed_and_id_alone(engine, tmp_path):
+    rows = [prompt(i, QUESTIONS[i]) for i in range(12)]
+    first, second = prepare(tmp_path / "a", rows), prepare(tmp_path / "b", rows[::-1])
+    third = prepare(tmp_path / "c", rows[:5])
+    other = prepare(tmp_path / "d", rows, job={"seed": 4})
+    for folder in (first, second, third, other):
+        run(folder, "eval", engine)
+    assert responses(first) == responses(second)
+    assert {k: v for k, v in responses(first).items() if k in responses(third)} == responses(third)
+    assert responses(first) != responses(other)
+
+
+@pytest.mark.parametrize("budget", [1, 300, 10**9])
+def test_a_token_budget_takes_a_prefix_in_seeded_order(engine, tmp_path, budget):
+    rows = [prompt(i, QUESTIONS[i], *(["More?"] if i % 3 == 0 else []), split="train") for i in range(20)]
+    everything = prepare(tmp_path / "all", rows)
+    run(everything, "train", engine)
+    limited = prepare(tmp_path / "some", rows[::-1], generate={"max_new_tokens": 24, "train_token_budget": budget})
+    counts = run(limited, "train", engine)
+    whole, some = responses(everything, "train"), responses(limited, "train")
+    assert some.items() <= whole.items()
+    from jobs.stages.conversations import read_conversations
+
+    expected, total = [], 0
+    for conversation in read_conversations(everything / "prompts.jsonl", "train", 3):
+        if total < budget:
+            mine = [i for i in whole if i.startswith(conversation.id + "#")]
+            expected += mine
+            total += sum(whole[i].tokens for i in mine)
+    assert sorted(some) == sorted(expected)
+    assert counts["tokens"] == total and counts["prompts"] + counts["beyond_budget"] == 20
+
+
+def test_a_second_run_does_nothing_and_needs_no_engine(engine, tmp_path):
+    folder = prepare(tmp_path / "run", [prompt(i, QUESTIONS[i], "Again?") for i in range(4)])
+    first = run(folder, "eval", engine)
+    before = (folder / "states/eval/responses.jsonl").read_bytes()
+
+    class NoEngine:
+        def __getattr__(self, name):
+            raise AssertionError("a finished split must not ask for the verifier")
+
+    second = run(folder, "eval", NoEngine())
+    assert (folder / "states/eval/responses.jsonl").read_bytes() == before
+    assert second["turns"] == first["turns"] == 8 and second["rows"] == first["rows"]
+
+
+def test_what_does_not_fit_is_dropped_and_counted_and_too_much_of_it_stops(engine, tmp_path):
+    rows = [prompt(i, QUESTIONS[i]) for i in range(5)] + [prompt(9, "word " * 400, "and more")]
+    folder = prepare(tmp_path / "run", rows, generate={"max_dropped_share": 0.5})
+    counts = run(folder, "eval", engine)
+    assert counts["turns"] == 5 and counts["dropped"] == {"prompt_too_long": 2}
+    strict = prepare(tmp_path / "strict", rows)
+    with pytest.raises(MustFix, match="max_dropped_share"):
+        run(strict, "eval", engine)
+    with pytest.raises(MustFix, match="no response"):
+        run(prepare(tmp_path / "empty", []), "eval", engine)
+
+
+def test_existing_responses_are_prefilled(engine, tmp_path):
+    folder = prepare(tmp_path / "run", [prompt(i, QUESTIONS[i], "More?") for i in range(6)])
+    run(folder, "eval", engine)
+    again = prepare(tmp_path / "again", [], generate={"responses": str(folder / "states")})
+    counts = run(again, "eval", engine)
+    assert counts["turns"] == 12
+    assert responses(again) == responses(folder)
+    made, given = StateStore(again / "states/eval"), StateStore(folder / "states/eval")
+    for sample_id in given.ids():
+        a, b = made.read(sample_id), given.read(sample_id)
+        assert ((a.taps - b.taps).norm(dim=-1) / b.taps.norm(dim=-1)).max() < 1e-4
+        known = ~b.logprob.isnan()
+        assert not a.logprob.isnan().any()
+        torch.testing.assert_close(a.logprob[known], b.logprob[known], rtol=0, atol=1e-3)
+
+
+def test_responses_of_another_verifier_are_refused(engine, tmp_path):
+    folder = prepare(tmp_path / "run", [prompt(i, QUESTIONS[i]) for i in range(2)])
+    run(folder, "eval", engine)
+    for key, message in (("verifier_revision", "another verifier"), ("tokenizer_sha256", "another tokenizer")):
+        foreign = tmp_path / key
+        shutil.copytree(folder / "states", foreign)
+        store = json.loads((foreign / "eval/store.json").read_text())
+        (foreign / "eval/store.json").write_text(json.dumps(store | {key: "f" * 64}))
+        with pytest.raises(MustFix, match=message):
+            run(prepare(tmp_path / f"{key}-run", [], generate={"responses": str(foreign)}), "eval", engine)
+    stranger = tmp_path / "ids" / "eval"
+    stranger.mkdir(parents=True)
+    line = json.loads((folder / "states/eval/responses.jsonl").read_text().splitlines()[0]) | {"response_token_ids": [10**6]}
+    (stranger / "responses.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(MustFix, match="token 1000000"):
+        run(prepare(tmp_path / "ids-run", [], generate={"responses": str(stranger.parent)}), "eval", engine)
+
+
+def test_an_empty_log_of_responses_is_an_error(engine, tmp_path):
+    (tmp_path / "none" / "eval").mkdir(parents=True)
+    ResponseLog(tmp_path / "none" / "eval").close()
+    with pytest.raises(MustFix, match="no response"):
+        run(prepare(tmp_path / "run", [], generate={"responses": str(tmp_path / "none")}), "eval", engine)
+    with pytest.raises(MustFix, match="no responses"):
+        run(prepare(tmp_path / "other", [], generate={"responses": str(tmp_path / "nowhere")}), "eval", engine)

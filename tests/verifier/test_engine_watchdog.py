@@ -1,0 +1,41 @@
+"""An engine that gives no token ends the run with 75, even where the process is stuck in C code."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jobs.errors import TryAgain
+from jobs.verifier.engine import Watchdog
+
+
+def test_no_token_interrupts_the_main_thread():
+    begun = time.monotonic()
+    with pytest.raises(TryAgain, match="no token for 1 s"), Watchdog(1, lambda: 5) as watchdog:
+        watchdog.look()
+        time.sleep(30)
+    assert time.monotonic() - begun < 10
+
+
+def test_tokens_keep_it_quiet():
+    count = 0
+    with Watchdog(1, lambda: count) as watchdog:
+        for count in range(15):  # noqa: B007  read by the watchdog
+            watchdog.look()
+            time.sleep(0.2)
+
+
+def test_a_process_stuck_in_c_code_ends_itself_with_75():
+    """A mutex locked twice by one thread: no signal handler of Python's ever runs again."""
+    code = """
+import ctypes
+from jobs.verifier.engine import Watchdog
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with Watchdog(1, lambda: 0, hard_exit_after=1):
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 75
+    assert "no token for 1 s" in ended.stderr
