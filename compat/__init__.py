@@ -17,14 +17,12 @@ __all__ = ["apply", "apply_in_vllm"]
 
 
 def apply_in_vllm() -> None:
-    """Prepare every shim for vLLM itself. Idempotent; the entry point vLLM calls in each process.
+    """Prepare every shim. Idempotent; the entry point vLLM calls in each process it starts.
 
-    Shims of speculators are left out: only a process that uses its generator needs them, and
-    `apply` brings them there (`speculators` must not be imported in a vLLM worker for nothing).
+    The shims of speculators come along: its generator's workers are vLLM workers, and a patch that
+    waits for a module nobody imports costs nothing.
     """
-    from compat.registry import apply_shims, shims
-
-    apply_shims([shim.name for shim in shims() if shim.of == "vllm"])
+    apply()
 
 
 def apply(names: Sequence[str] | None = None) -> list[str]:

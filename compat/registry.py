@@ -25,6 +25,11 @@ MODULES = (
     "compat.kimi_k25_eagle3",
     "compat.aux_capture",
     "compat.cpu_speculation",
+    "compat.speculators_model",
+    "compat.speculators_memory",
+    "compat.speculators_worker",
+    "compat.speculators_executor",
+    "compat.speculators_results",
 )
 
 MARK = "__eagle3_job_shim__"
