@@ -19,7 +19,7 @@ from types import ModuleType
 
 from compat import registry
 from compat.importing import when_imported
-from jobs.errors import MustFix
+from jobs.errors import JobError, MustFix
 
 NAME = "speculators_results"
 GENERATOR = "speculators.data_generation.vllm_hidden_states_generator"
@@ -93,7 +93,7 @@ def _check(generator, sequences: list[list[int]], results: list[dict]) -> None:
     for place, (ids, result) in enumerate(zip(sequences, results, strict=True)):
         rows = {len(state) for state in result["hidden_states"]}
         if result["input_ids"].tolist() != list(ids)[:longest] or rows != {len(result["input_ids"])}:
-            raise RuntimeError(f"speculators' generator returned another sequence at place {place}, or {rows} rows for {len(ids)} tokens")
+            raise JobError(f"speculators' generator returned another sequence at place {place}, or {rows} rows for {len(ids)} tokens", where="compat.speculators_results")
 
 
 SHIM = registry.Shim(
