@@ -72,6 +72,10 @@ def stage(split: str) -> GenerateStage:
 def start_engine(context: Context) -> VerifierEngine:
     """The engine for every split of a run: it puts out the taps under both readings, the stores select."""
     settings = context.settings
+    if settings.generate.backend == "speculators":
+        from jobs.verifier import speculators_backend
+
+        return speculators_backend.start(context)
     taps = VerifierFacts.read(context.verifier_path).both_readings(settings.verifier.taps)
     return VerifierEngine(context.verifier_path, settings.verifier, seed=settings.job.seed, capture_taps=taps)
 
