@@ -71,6 +71,6 @@ def _sampling(sampling: Any) -> str:
 def _table(figures: dict[str, Any]) -> str:
     rows = ["| head | acceptance length | 95 % interval | accepted at position 1, 2, … |", "|---|---|---|---|"]
     for name, figure in figures["heads"].items():
-        length, rates = figure["acceptance_length"], " ".join(f"{rate:.3f}" for rate in figure["rates"])
+        length, rates = figure["acceptance_length"], " ".join("-" if rate is None else f"{rate:.3f}" for rate in figure["rates"])
         rows.append(f"| {name} | {length['mean']:.3f} | {length['low']:.3f} to {length['high']:.3f} | {rates} |")
     return "\n".join(rows)

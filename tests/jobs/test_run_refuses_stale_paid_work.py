@@ -69,7 +69,7 @@ def test_a_no_go_of_the_gate_ends_well_and_publishes_nothing(tmp_path):
     assert result["stages"]["generate.train"]["state"] == "skipped"
     ledger = json.loads((folder / "run.json").read_text())
     assert ledger["gate"]["verdict"] == "no_go" and "train_if_best_below" in ledger["gate"]["why"]
-    assert not (folder / "published").exists() and (folder / "report.html").exists()
+    assert not (folder / "published" / "manifest.json").exists() and (folder / "report.html").exists()
     forced = run(folder, arguments=("--force",))
     assert forced["status"] == "done" and forced["published"], forced["error"]
     assert json.loads((folder / "run.json").read_text())["gate"]["forced"] is True
