@@ -1,0 +1,157 @@
+"""Replay counts what the real vLLM 0.16.0 counts, difference 0, and speculation changes no token.
+
+A plain greedy run stores states of M+K tokens a prompt; a head is trained on part of them; then the
+engine speculates M tokens with that head, as saved for publication. In the engine's form (every step
+that starts before token M, untruncated) the replay's counts must be the engine's own counters. The
+head saw answers of 96 tokens and serves 200: drafting goes on past the length it was trained at.
+"""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.draft.attention import Documents
+from jobs.draft.formats import load_head, save_llama_eagle3, save_speculators
+from jobs.draft.model import Eagle3Head, HeadConfig, UnrollCache, VerifierWeights
+from jobs.draft.replay import Counts, count_sample, draft_chains, judge
+from jobs.draft.vocabulary import build, count_tokens
+from jobs.storage.states import StateStore
+from jobs.verifier.facts import VerifierFacts
+from jobs.verifier.ngram import ngram_chains
+from jobs.verifier.tiny import CHECKPOINT
+
+pytestmark = pytest.mark.slow
+M, K = 200, 3
+TRAINED_ROWS = 96
+SCRIPT = Path(__file__).with_name("speculation_on_cpu.py")
+
+
+def vllm(folder: Path, prompts: Path, tokens: int, speculative: dict | None = None) -> Path:
+    folder.mkdir()
+    arguments = [str(prompts), str(folder), str(tokens)] + ([json.dumps(speculative)] if speculative else [])
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=600, env={**os.environ})
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    """Twelve pieces of the standard library, 3 to 69 tokens, in the verifier's own tokens."""
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(CHECKPOINT, trust_remote_code=True).encode(inspect.getsource(textwrap))
+    path = tmp_path_factory.mktemp("prompts") / "prompts.json"
+    path.write_text(json.dumps([ids[i * 70 : i * 70 + 3 + 6 * i] for i in range(12)]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(prompts, tmp_path_factory) -> StateStore:
+    """Plain greedy answers of M+K tokens with their states."""
+    return StateStore(vllm(tmp_path_factory.mktemp("plain") / "run", prompts, M + K) / "states")
+
+
+@pytest.fixture(scope="module")
+def verifier() -> VerifierWeights:
+    return VerifierWeights.read(CHECKPOINT)
+
+
+def trained(store: StateStore, verifier: VerifierWeights, norm_before_residual: bool, taps: tuple[int, int, int]) -> Eagle3Head:
+    """A head after 60 plain AdamW steps on the true tokens of the first rows, so that acceptance is neither 0 nor 1."""
+    facts = VerifierFacts.read(CHECKPOINT)
+    counts = count_tokens((store.response(i).response_token_ids for i in store.ids()), facts.vocab_size)
+    config = HeadConfig(
+        facts.vocab_size, 512, facts.hidden_size, 256, facts.heads, facts.heads, facts.hidden_size // facts.heads, facts.rms_norm_eps,
+        1e4, None, taps, norm_before_residual,
+    )  # fmt: skip
+    head = Eagle3Head.from_scratch(config, verifier, build(counts, 512, [], facts.vocab_size).draft_ids, seed=1)
+    to_draft = torch.full((facts.vocab_size,), -100).index_copy(0, head.draft_ids, torch.arange(512))
+    samples = [store.read(i, taps) for i in store.ids()]
+    rows = [min(TRAINED_ROWS, s.taps.shape[0] - K - 1) for s in samples]
+    tokens = [torch.tensor([*s.response.prompt_token_ids, *s.response.response_token_ids]) for s in samples]
+    packed = torch.cat([s.taps[:r] for s, r in zip(samples, rows, strict=True)])  # [R, 3, H]
+    documents, positions = Documents(tuple(rows), sum(rows)), torch.cat([torch.arange(r) for r in rows])
+    shifted = lambda by: torch.cat([t[by : by + r] for t, r in zip(tokens, rows, strict=True)])  # noqa: E731
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=4e-3, weight_decay=0.0)
+    for _ in range(60):
+        feature, cache, loss = head.fuse(packed), UnrollCache(), 0.0
+        for step in range(K):
+            feature = head.step(shifted(1 + step), feature, positions, cache, documents)
+            loss = loss + torch.nn.functional.cross_entropy(head.logits(feature), to_draft[shifted(2 + step)])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head
+
+
+def replayed(store: StateStore, chains_of) -> Counts:
+    """The engine's form over all answers."""
+    total = Counts.zero(K)
+    for sample_id in store.ids():
+        response = store.response(sample_id)
+        prompt, answer = response.prompt_token_ids, response.response_token_ids
+        total = total + count_sample(chains_of(sample_id), prompt, answer, K, stop_before=len(prompt) + M).walk
+    return total
+
+
+def assert_equal_to_engine(run: Path, store: StateStore, counts: Counts) -> None:
+    answers = json.loads((run / "answers.json").read_text())
+    for sample_id in store.ids():
+        assert answers[sample_id] == store.response(sample_id).response_token_ids[:M], "speculation changed the answer"
+    counters = json.loads((run / "counters.json").read_text())
+    assert counters == {
+        "num_drafts": counts.drafts,
+        "num_draft_tokens": counts.draft_tokens,
+        "num_accepted_tokens": sum(counts.accepted),
+        "num_accepted_tokens_per_pos": list(counts.accepted),
+    }
+
+
+@pytest.mark.parametrize(
+    ("form", "norm_before_residual", "taps"),
+    [("speculators", True, (2, 5, 7)), ("llama", False, (3, 6, 8))],
+    ids=["speculators form, normed residual", "Llama form, raw residual, other taps"],
+)
+def test_a_heads_replay_equals_the_engine(plain, prompts, verifier, tmp_path, form, norm_before_residual, taps):
+    head = trained(plain, verifier, norm_before_residual, taps)
+    if form == "speculators":
+        save_speculators(head, tmp_path / "head", verifier_name="tiny", verifier_architecture="KimiK25ForConditionalGeneration", dtype=None)
+    else:
+        save_llama_eagle3(head, tmp_path / "head", dtype=None)
+    run = vllm(tmp_path / "run", prompts, M, {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": K})
+
+    loaded = load_head(tmp_path / "head")
+    loaded.set_embedding(loaded.embed_tokens.weight.float())  # the engine runs in fp32
+
+    def chains_of(sample_id):
+        sample = plain.read(sample_id, loaded.config.taps)
+        response = sample.response
+        return draft_chains(loaded, [*response.prompt_token_ids, *response.response_token_ids], sample.taps, K, first_row=len(response.prompt_token_ids) - 1)
+
+    counts = replayed(plain, chains_of)
+    assert 0.1 < counts.rates[2] < counts.rates[0] < 0.98, counts.rates  # a head that guesses or knows everything proves little
+    assert counts.steps == counts.drafts
+    assert_equal_to_engine(run, plain, counts)
+    # The judgement of every day truncates at the end of the answer instead; it stays beside the engine's figure.
+    assert judge(loaded, plain, plain.ids(), K).mean_acceptance_length == pytest.approx(counts.mean, rel=0.03)
+
+
+def test_ngram_replay_equals_the_engine(plain, prompts, tmp_path):
+    run = vllm(tmp_path / "run", prompts, M, {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 4, "prompt_lookup_min": 2})
+
+    def chains_of(sample_id):
+        response = plain.response(sample_id)
+        tokens = [*response.prompt_token_ids, *response.response_token_ids]
+        return ngram_chains(tokens, len(response.prompt_token_ids) - 1, K, lookup_min=2, lookup_max=4)
+
+    counts = replayed(plain, chains_of)
+    assert 0 < counts.drafts < counts.steps and counts.draft_tokens < K * counts.steps
+    assert 0 < counts.accepted[0]
+    assert_equal_to_engine(run, plain, counts)
