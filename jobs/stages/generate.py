@@ -255,11 +255,12 @@ class Answering(Work):
             )  # fmt: skip
             conversation.answered(response, self.chat)
             self.held.append((conversation, response))
+            self._commit_what_is_certain()
             if self.budget.may_belong(conversation) and (following := self.next_turn(conversation)):
                 follow_ups.append(following)
         if not follow_ups:
             self.active.pop(conversation.id, None)
-        self._commit_what_is_certain()
+            self._commit_what_is_certain()  # what is finished has told its last token
         return follow_ups
 
     def _commit_what_is_certain(self) -> None:

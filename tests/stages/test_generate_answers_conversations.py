@@ -1,14 +1,18 @@
 """The generate stage answers conversations turn by turn, within its budget, and repeats nothing."""
 
 import json
+import os
 import shutil
+import subprocess
 
 import pytest
 import torch
-from generate_in_process import SMALL, prepare, prompt, run
+from generate_in_process import SMALL, context_of, prepare, prompt, run
 
-from jobs.errors import MustFix
+from jobs.errors import Interrupted, MustFix
 from jobs.settings import VerifierSettings
+from jobs.stages import generate
+from jobs.stages.conversations import read_conversations
 from jobs.storage.states import ResponseLog, StateStore
 from jobs.verifier.chat import Chat
 from jobs.verifier.engine import VerifierEngine, VerifierFacts
@@ -87,8 +91,6 @@ def test_a_token_budget_takes_a_prefix_in_seeded_order(engine, tmp_path, budget)
     counts = run(limited, "train", engine)
     whole, some = responses(everything, "train"), responses(limited, "train")
     assert some.items() <= whole.items()
-    from jobs.stages.conversations import read_conversations
-
     expected, total = [], 0
     for conversation in read_conversations(everything / "prompts.jsonl", "train", 3):
         if total < budget:
@@ -166,3 +168,46 @@ def test_an_empty_log_of_responses_is_an_error(engine, tmp_path):
         run(prepare(tmp_path / "run", [], generate={"responses": str(tmp_path / "none")}), "eval", engine)
     with pytest.raises(MustFix, match="no responses"):
         run(prepare(tmp_path / "other", [], generate={"responses": str(tmp_path / "nowhere")}), "eval", engine)
+
+
+def test_a_stop_keeps_what_is_finished(engine, tmp_path):
+    rows = [prompt(i, QUESTIONS[i], "More?") for i in range(12)]
+    unbroken, stopped = prepare(tmp_path / "unbroken", rows), prepare(tmp_path / "stopped", rows)
+    run(unbroken, "eval", engine)
+    context = context_of(stopped, engine)
+    log = stopped / "states/eval/responses.jsonl"
+    context.should_stop = lambda: log.exists() and len(log.read_bytes().splitlines()) >= 5
+    with pytest.raises(Interrupted):
+        generate.stage("eval").run(context)
+    context.run.close()
+    kept = log.read_bytes()
+    assert 5 <= len(kept.splitlines()) < 24
+    assert run(stopped, "eval", engine)["turns"] == 24
+    assert log.read_bytes().startswith(kept)
+    assert responses(stopped) == responses(unbroken)
+
+
+def test_a_full_disk_is_a_must_fix_and_the_run_goes_on_after_it(engine, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True, text=True)
+    if os.geteuid() != 0 or mounted.returncode:
+        pytest.skip(f"mounting a small tmpfs needs root and is not allowed here: {mounted.stderr.strip()}")
+    try:
+        rows = [prompt(i, QUESTIONS[i]) for i in range(40)]
+        unbroken = prepare(tmp_path / "unbroken", rows)
+        run(unbroken, "eval", engine)
+        folder = prepare(disk / "run", rows, states={"shard_mib": 1})
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(1 << 20))
+        with pytest.raises(MustFix, match="disk is full") as failure:
+            run(folder, "eval", engine)
+        assert failure.value.exit_code == 78
+        kept = (folder / "states/eval/responses.jsonl").read_bytes()
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        run(folder, "eval", engine)
+        assert (folder / "states/eval/responses.jsonl").read_bytes().startswith(kept)
+        assert responses(folder) == responses(unbroken)
+        assert StateStore(folder / "states/eval").verify().problems == []
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=False)
