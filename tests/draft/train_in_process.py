@@ -32,7 +32,7 @@ SETTINGS = dict(
 def start(states: Path, folder: Path, *, environment: dict[str, str] | None = None, **changes) -> multiprocessing.Process:
     """Starts a training with these changes to SETTINGS; `wait` for it or send it a signal by its pid."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["train_in_process", "torch.utils.tensorboard"])
+    server.set_forkserver_preload(["train_in_process", "torch.utils.tensorboard", "torch._inductor"])
     process = server.Process(target=_child, args=(states, folder, environment or {}, changes))
     process.start()
     return process
