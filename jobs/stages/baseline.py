@@ -16,14 +16,14 @@ from jobs.draft.replay import Candidate, Judgement
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.run import Context
-from jobs.stages import initial, judging
-from jobs.stages.vocab import draft_vocabulary
+from jobs.stages import gate, initial, judging
+from jobs.stages.vocab import draft_vocabulary, map_split
 from jobs.storage.states import StateStore
 from jobs.verifier.facts import VerifierFacts
 
 NAME = "baseline"
 SETTINGS = (
-    "heads", "gate.train_if_best_below", "evaluate.draft_tokens", "evaluate.bootstrap", "job.seed", "vocab",
+    "heads", "gate", "evaluate.draft_tokens", "evaluate.bootstrap", "job.seed", "vocab",
     "train.heads", "train.kv_heads", "train.head_dim", "train.intermediate_size", "train.rope_theta", "train.norm_before_residual",
 )  # fmt: skip
 
@@ -46,12 +46,13 @@ def run(context: Context) -> dict[str, Any]:
     for name, of in readings.items():
         heads[name] = _better_reading(context, name, of, judged)
     best = best_head(heads)
-    context.run.ledger["gate"] = gate(context, best, heads)
-    judging.write_figures(context, context.path / "baseline.json", heads, best=best)
+    judging.write_figures(context, context.path / "baseline.json", heads, best=best.name if best else None)
     if best is not None:
-        context.run.ledger["acceptance"]["baseline"] = heads[best]["acceptance_length"]
-        context.run.save()
-    return {"heads": len(heads), "sequences": len(store.ids()), "best": best, "verdict": context.run.ledger["gate"]["verdict"]}
+        context.run.ledger["acceptance"]["baseline"] = heads[best.name]["acceptance_length"]
+    context.run.ledger["gate"] = gate.decide(context, best)
+    context.run.save()
+    context.note(f"gate: {context.run.ledger['gate']['verdict']}: {context.run.ledger['gate']['why']}")
+    return {"heads": len(heads), "sequences": len(store.ids()), "best": best.name if best else None, "verdict": context.run.ledger["gate"]["verdict"]}
 
 
 def _readings(context: Context, store: StateStore) -> dict[str, dict[str, Candidate]]:
@@ -61,7 +62,7 @@ def _readings(context: Context, store: StateStore) -> dict[str, dict[str, Candid
     if settings.heads.untrained or settings.heads.candidates:
         verifier = VerifierWeights.read(context.verifier_path)
     if settings.heads.untrained:
-        head = initial.scratch(context, verifier, draft_vocabulary(context, "eval").draft_ids).to(device)
+        head = initial.scratch(context, verifier, draft_vocabulary(context, map_split(context)).draft_ids).to(device)
         found["untrained"] = {"untrained": Candidate(head, head.config.taps)}
     layers = VerifierFacts.read(context.verifier_path).layers
     for listed in settings.heads.candidates:
@@ -91,21 +92,7 @@ def _better_reading(context: Context, name: str, readings: dict[str, Candidate],
     return judging.figures(context, judged[best]) | {"taps": list(readings[best].taps), "readings": lengths}
 
 
-def best_head(heads: dict[str, Any]) -> str | None:
+def best_head(heads: dict[str, Any]) -> gate.Best | None:
     """The best existing way to speculate: candidates and n-gram, not the untrained head."""
-    existing = {name: figure for name, figure in heads.items() if name != "untrained"}
-    return max(existing, key=lambda name: existing[name]["acceptance_length"]["mean"], default=None)
-
-
-def gate(context: Context, best: str | None, heads: dict[str, Any]) -> dict[str, Any]:
-    """Go or no-go, with its why."""
-    threshold = context.settings.gate.train_if_best_below
-    if threshold is None or best is None:
-        why = "no threshold is set" if threshold is None else "no existing head could be judged"
-        return {"verdict": "go", "why": why, "forced": False}
-    mean = heads[best]["acceptance_length"]["mean"]
-    if mean < threshold:
-        return {"verdict": "go", "why": f"the best existing head, {best}, accepts {mean:.3f} tokens a step, under gate.train_if_best_below = {threshold}", "forced": False}
-    saved = "the train split, the training and its publication are saved"
-    why = f"{best} already accepts {mean:.3f} tokens a step, gate.train_if_best_below is {threshold}; {saved}"
-    return {"verdict": "no_go", "why": why, "forced": context.force}
+    lengths = {name: figure["acceptance_length"]["mean"] for name, figure in heads.items() if name != "untrained"}
+    return max((gate.Best(name, length) for name, length in lengths.items()), key=lambda best: best.length, default=None)

@@ -12,6 +12,7 @@ committed as soon as it is certain to belong to it, so only answers near the end
 """
 
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -80,8 +81,11 @@ def start_engine(context: Context) -> VerifierEngine:
     return VerifierEngine(context.verifier_path, settings.verifier, seed=settings.job.seed, capture_taps=taps)
 
 
-def run_split(context: Context, split: str) -> dict[str, Any]:
-    """Answer (or prefill) one split into `context.states(split)` and return the counts for the ledger."""
+def run_split(context: Context, split: str, *, share: float = 1.0) -> dict[str, Any]:
+    """Answer (or prefill) one split into `context.states(split)` and return the counts for the ledger.
+
+    share: only so much of it, from the front of its seeded order; a later call with more continues.
+    """
     facts, chat = VerifierFacts.read(context.verifier_path), Chat.load(context.verifier_path)
     layout = layout_of(context, split, facts, chat)
     work = Existing if context.settings.generate.responses else Answering
@@ -90,7 +94,7 @@ def run_split(context: Context, split: str) -> dict[str, Any]:
 
         return extract(context, split, layout, existing_responses(context, split, facts, layout))
     with ResponseLog(context.states(split)) as log:
-        return work(context, split, facts, chat, layout, log).run()
+        return work(context, split, facts, chat, layout, log, share).run()
 
 
 def layout_of(context: Context, split: str, facts: VerifierFacts, chat: Chat) -> StateLayout:
@@ -117,6 +121,7 @@ class Work:
     chat: Chat
     layout: StateLayout
     log: ResponseLog
+    share: float = 1.0  # of the split, from the front of its order
     dropped: Counter = field(default_factory=Counter)
     expected: int = 0  # samples if none is dropped
     committed_tokens: int = 0  # of this call, for the rate
@@ -194,7 +199,8 @@ class Answering(Work):
 
     def __post_init__(self) -> None:
         settings = self.context.settings
-        self.conversations = read_conversations(self.context.path / "prompts.jsonl", self.split, settings.job.seed)
+        conversations = read_conversations(self.context.path / "prompts.jsonl", self.split, settings.job.seed)
+        self.conversations = conversations[: math.ceil(self.share * len(conversations))]
         self.expected = sum(len(c.turns) for c in self.conversations)
         limit = settings.generate.train_token_budget if self.split == "train" else None
         self.budget = Budget(self.conversations, limit, settings.verifier.max_model_len)
@@ -321,7 +327,8 @@ class Existing(Work):
     """Answers that exist already: one prefill pass over prompt and response, every row with its log-probability."""
 
     def __post_init__(self) -> None:
-        self.responses = existing_responses(self.context, self.split, self.facts, self.layout)
+        responses = existing_responses(self.context, self.split, self.facts, self.layout)
+        self.responses = responses[: math.ceil(self.share * len(responses))]
         self.expected = len(self.responses)
 
     def requests(self) -> Iterator[Request]:

@@ -40,7 +40,7 @@ def run(context: Context) -> dict[str, Any]:
         head = initial.warm(context, start, VerifierWeights.read(context.verifier_path), counts)
         chosen, source = DraftVocabulary.from_ids(head.draft_ids.cpu(), head.config.vocab_size), start.name
     else:
-        source = "eval" if context.settings.heads.untrained else "train"
+        source = map_split(context)
         chosen = draft_vocabulary(context, source)
     coverage = chosen.coverage_of(counts)
     if coverage < context.settings.vocab.min_coverage:
@@ -50,6 +50,11 @@ def run(context: Context) -> dict[str, Any]:
         )  # fmt: skip
     replace(chosen, coverage=coverage).save(context.path / "vocab.safetensors")
     return {"size": chosen.size, "coverage": round(coverage, 5), "counted_tokens": sum(counts.values()), "map_from": source}
+
+
+def map_split(context: Context) -> str:
+    """The split whose responses a new head's map is made from."""
+    return "eval" if context.settings.heads.untrained else "train"
 
 
 def draft_vocabulary(context: Context, split: str) -> DraftVocabulary:

@@ -73,3 +73,17 @@ def test_a_no_go_of_the_gate_ends_well_and_publishes_nothing(tmp_path):
     forced = run(folder, arguments=("--force",))
     assert forced["status"] == "done" and forced["published"], forced["error"]
     assert json.loads((folder / "run.json").read_text())["gate"]["forced"] is True
+
+
+def test_a_trial_decides_on_a_slice_that_is_reused(tmp_path):
+    folder = tmp_path / "run"
+    result = run(folder, "gate.min_gain=3.5", "gate.trial_fraction=0.25")
+    assert result["status"] == "no_go", result["error"]
+    gate = json.loads((folder / "run.json").read_text())["gate"]
+    assert "a trial on 25% of the train split" in gate["why"] and gate["trial"]["mean"] < 3.5
+    slice_ids = [json.loads(line)["id"] for line in (folder / "states/train/responses.jsonl").read_text().splitlines()]
+    assert len({identity.rpartition("#")[0] for identity in slice_ids}) == 6, "a quarter of 24 prompts"
+    forced = run(folder, arguments=("--force",))
+    assert forced["status"] == "done", forced["error"]
+    ids = [json.loads(line)["id"] for line in (folder / "states/train/responses.jsonl").read_text().splitlines()]
+    assert ids[: len(slice_ids)] == slice_ids and len(ids) > len(slice_ids) and len(ids) == len(set(ids))
