@@ -93,12 +93,12 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, spans: Sequence[tuple[int,
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, block_mask, scale: float):
     """The same through `flex_attention`, which differentiates through its log-sum-exp as well."""
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    output, sums = flex_attention(
-        query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), block_mask=block_mask, scale=scale, return_lse=True
-    )
-    return output.squeeze(0), sums.squeeze(0)
+    query, key, value = (x.unsqueeze(0).contiguous() for x in (query, key, value))  # [1, h, R, D]
+    wanted = AuxRequest(lse=True)
+    output, extra = flex_attention(query, key, value, block_mask=block_mask, scale=scale, return_aux=wanted)
+    return output.squeeze(0), extra.lse.squeeze(0)
 
 
 def attend(

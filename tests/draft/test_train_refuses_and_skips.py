@@ -1,0 +1,139 @@
+"""What the trainer refuses, and how it gets past steps that are not finite."""
+
+import json
+import math
+
+import pytest
+import torch
+from synthetic_states import TAPS, Language, draft_ids, make_store, one_core, small_config  # noqa: F401 - a fixture
+
+from jobs.draft.model import Eagle3Head
+from jobs.draft.trainer import learning_rate, train
+from jobs.errors import MustFix
+from jobs.settings import TrainSettings
+from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+
+def run(tmp_path, store, head, language, **changes):
+    lines = []
+    settings = TrainSettings(**dict(device="cpu", epochs=2, tokens_per_step=64, max_length=64, log_every=1, learning_rate=1e-3) | changes)
+    try:
+        result = train(
+            settings=settings, seed=0, head=head, verifier=language.verifier, store=store, sample_ids=store.ids(),
+            folder=tmp_path / "checkpoints", warm=False, evaluate=None, should_stop=lambda: False, report=lines.append,
+        )  # fmt: skip
+    except MustFix as error:
+        return error, lines
+    return result, lines
+
+
+def new_head(language, **changes):
+    config = small_config(**changes)
+    return Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=1)
+
+
+def poisoned_store(folder, language, bad: set[int], samples: int = 12) -> StateStore:
+    """Samples of 64 rows, one a packed row, some of them with an infinite state."""
+    g = torch.Generator().manual_seed(0)
+    with ResponseLog(folder) as log:
+        writer = StateWriter(folder, StateLayout(TAPS, 32, "float32", "synthetic", "0" * 40, "0" * 64), shard_bytes=1 << 20)
+        for number in range(samples):
+            ids = language.write(65, g)
+            taps, final, logprob = language.states(ids, g)
+            if number in bad:
+                taps[20, 1, 3] = math.inf
+            writer.append(f"s{number:02d}#0", 0, taps, final, logprob)
+            writer.finish(f"s{number:02d}#0", 65)
+            writer.sync()
+            log.append(Response(f"s{number:02d}#0", ids[:5], ids[5:], "length", {}, "synthetic", False))
+        writer.close()
+    return StateStore(folder)
+
+
+def test_a_bad_step_is_skipped_counted_and_kept_as_evidence(tmp_path):
+    language = Language.make()
+    store = poisoned_store(tmp_path / "states", language, {4})
+    result, lines = run(tmp_path, store, new_head(language), language)
+    assert result.bad_steps == 2 and result.steps == 24, "once an epoch"
+    logged = [line for line in lines if "loss" in line]
+    assert logged[-1]["bad_steps"] == 2 and math.isfinite(logged[-1]["loss"])
+    assert all(json.dumps(line, allow_nan=False) for line in lines), "a line is strict JSON"
+    evidence = sorted((tmp_path / "checkpoints").glob("bad-step-*.json"))
+    assert len(evidence) == 2
+    told = json.loads(evidence[0].read_text())
+    assert told["states_finite_by_sample"] == {"s04#0": False} and told["weights_not_finite"] == []
+    assert any("is skipped" in line.get("note", "") for line in lines)
+
+
+def test_too_many_bad_steps_stop_the_run_naming_the_evidence(tmp_path):
+    language = Language.make()
+    store = poisoned_store(tmp_path / "states", language, {1, 4, 7})
+    head = new_head(language)
+    error, _ = run(tmp_path, store, head, language, bad_step_limit=2)
+    assert isinstance(error, MustFix)
+    assert "3 optimizer steps had a loss or gradient that is not finite" in error.sentence()
+    assert "bad-step-" in error.where and json.loads(open(error.where).read())["bad_steps"] == 3
+    assert all(bool(p.isfinite().all()) for p in head.parameters()), "no bad step reached the weights"
+
+
+def test_states_and_head_that_disagree_are_refused(tmp_path):
+    language = Language.make()
+    store = make_store(tmp_path / "states", [(4, 20)] * 3, language=language)
+    error, _ = run(tmp_path, store, new_head(language, taps=(1, 5, 7)), language)
+    assert "the head reads taps [1, 5, 7], the store holds [2, 5, 7]" in error.sentence()
+    wide = Language.make(hidden=48)
+    error, _ = run(tmp_path, store, new_head(wide, hidden_size=48), wide)
+    assert "states of width 32 cannot train a head of width 48" in error.sentence()
+    error, _ = run(tmp_path, store, new_head(language), wide)
+    assert "the verifier's embedding has shape (64, 48) where (64, 32) is needed" in error.sentence()
+    small = Language.make(vocabulary=20)
+    error, _ = run(tmp_path, store, new_head(small, vocab_size=20, draft_vocab_size=16), small)
+    assert "outside the vocabulary of 20" in error.sentence()
+
+
+def test_nothing_to_train_on_is_refused(tmp_path):
+    language = Language.make()
+    store = make_store(tmp_path / "states", [(1, 1)] * 3, language=language)
+    error, _ = run(tmp_path, store, new_head(language), language)
+    assert "the store holds no token to train on" in error.sentence()
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_a_packed_row_shorter_than_the_samples_is_refused(tmp_path):
+    language = Language.make()
+    store = make_store(tmp_path / "states", [(4, 60)], language=language)
+    error, _ = run(tmp_path, store, new_head(language), language, tokens_per_step=32)
+    assert "63 rows does not fit into a packed row of 32" in error.sentence()
+
+
+def test_a_finished_training_is_taken_over(tmp_path):
+    """Run again, it trains nothing and gives the same weights: what a resumed run does after `train`."""
+    language = Language.make()
+    store = make_store(tmp_path / "states", [(4, 30)] * 6, language=language)
+    first = new_head(language)
+    done, _ = run(tmp_path, store, first, language)
+    again = new_head(language)
+    result, lines = run(tmp_path, store, again, language)
+    assert result.resumed_from == result.steps == done.steps and not [line for line in lines if "loss" in line]
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_cross_entropy_learns_the_sampled_tokens(tmp_path):
+    language = Language.make()
+    store = make_store(tmp_path / "states", [(4, 60)] * 24, language=language)
+    result, lines = run(
+        tmp_path, store, new_head(language, draft_vocab_size=64), language, loss="cross_entropy", epochs=4, learning_rate=1e-2
+    )
+    logged = [line for line in lines if "loss" in line]
+    assert logged[-1]["loss"] < 0.5 * logged[0]["loss"] and logged[-1]["accuracy_by_step"][0] > 0.75
+
+
+def test_schedule_warms_up_and_ends_where_it_should():
+    settings = TrainSettings(learning_rate=1.0, warm_start_learning_rate=0.5, warmup_share=0.1, final_share=0.05)
+    rates = [learning_rate(step, 100, settings, warm=False) for step in range(100)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert max(rates) == 1.0 and rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[55] == pytest.approx(0.05 + 0.95 * 0.5) and rates[-1] == pytest.approx(0.05, abs=1e-3)
+    assert learning_rate(9, 100, settings, warm=True) == 0.5
