@@ -136,11 +136,10 @@ def _patch_speculative_config(module: ModuleType) -> None:
 
     @functools.wraps(validate)
     def __init__(self, *args, **fields):
+        if fields.get("method") == "eagle3" and (parallel := fields.get("target_parallel_config")) is not None:
+            refuse_pipeline_parallelism(parallel.pipeline_parallel_size)  # before vLLM says the draft cannot do it
         with _accepted(fields.get("target_model_config")):
             validate(self, *args, **fields)
-        parallel = fields.get("target_parallel_config")
-        if self.method == "eagle3" and parallel is not None:
-            refuse_pipeline_parallelism(parallel.pipeline_parallel_size)
 
     registry.replace(module.SpeculativeConfig, "__init__", __init__, NAME)
 
