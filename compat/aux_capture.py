@@ -35,7 +35,7 @@ def capture_taps(vllm_config) -> tuple[int, ...]:
     Raises `MustFix` unless they are ascending integers from 0.
     """
     extra = vllm_config.additional_config
-    taps = extra.get(KEY, ()) if isinstance(extra, dict) else ()
+    taps = (extra.get(KEY) or ()) if isinstance(extra, dict) else ()
     whole = all(isinstance(tap, int) and not isinstance(tap, bool) and tap >= 0 for tap in taps)
     if not whole or list(taps) != sorted(set(taps)):
         raise MustFix(f"Taps {list(taps)} are not ascending layer ids", where=f"additional_config[{KEY!r}]", remedy="name each id once, in ascending order, from 0 to the number of layers")
@@ -91,7 +91,7 @@ def _patch_config(module: ModuleType) -> None:
         if capture_taps(self):
             _check(self)
         if isinstance(self.additional_config, dict) and (taps := drafter_taps(self)):
-            self.additional_config[DRAFTER_KEY] = list(taps)
+            self.additional_config = self.additional_config | {DRAFTER_KEY: list(taps)}  # the caller's dict stays his
         finish(self)
 
     registry.replace(module.VllmConfig, "__post_init__", __post_init__, NAME)

@@ -37,6 +37,20 @@ def examine(shim: registry.Shim) -> dict[str, Any]:
     return row
 
 
+def render(report: dict[str, Any]) -> str:
+    """The report for a person: versions, devices, then a line a shim with its reason below."""
+    lines = [f"{name:14} {found or 'not installed'}" for name, found in report["versions"].items()]
+    lines += [f"{device['kind']:14} {device['name']}" for device in report["devices"]]
+    lines += ["", f"{'shim':22} {'needed':7} {'applied':8} needless from"]
+    for shim in report["shims"]:
+        yes_no = ["yes" if shim[key] else "no" for key in ("needed", "applied")]
+        lines.append(f"{shim['name']:22} {yes_no[0]:7} {yes_no[1]:8} {shim['upstream']}")
+        lines.append(f"  {shim['why']}")
+        if shim["note"]:
+            lines.append(f"  ! {shim['note']}")
+    return "\n".join(lines)
+
+
 def devices() -> list[dict[str, Any]]:
     """GPUs as CUDA sees them, else the CPU, with memory in bytes."""
     try:

@@ -189,3 +189,14 @@ def speculation_without_its_shim(folder: str) -> dict:
     compat.apply(["cpu_speculation"])
     (head / "config.json").write_text(json.dumps(other))
     return {"failure": failure, "other_heads": outcome(lambda: start(verifier, speculative_config=speculation))}
+
+
+def taps_of_both(folder: str) -> dict:
+    kimi = taps_of_kimi("[0, 2, 3, 5, 7, 10]")  # 0 the embedding, 10 the last layer's output
+    gc.collect()
+    return {"kimi": kimi, "llama": taps_of_llama(folder)}
+
+
+def speculation(folder: str) -> dict:
+    known = speculate(f"{folder}/successor")
+    return {"known": known, "random": speculate_and_capture(f"{folder}/random")}

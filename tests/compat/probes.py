@@ -75,7 +75,7 @@ def vllm_calls(head: str) -> dict:
         return EngineArgs(**(arguments | changes)).create_engine_config()
 
     speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
-    return scheduling(config()) | eagle3_interface() | {
+    return scheduling(config()) | eagle3_interface() | _doctor_or_bare_taps(envs.VLLM_PLUGINS is None) | {
         "speculation": outcome(lambda: _check_speculation(config(speculative_config=speculation))),
         "pipeline_taps": outcome(lambda: config(pipeline_parallel_size=2, additional_config={"eagle3_job_taps": [2]})),
         "pipeline_speculation": outcome(lambda: config(pipeline_parallel_size=2, speculative_config=speculation)),
@@ -83,6 +83,18 @@ def vllm_calls(head: str) -> dict:
         "unordered_taps": outcome(lambda: config(additional_config={"eagle3_job_taps": [5, 2]})),
         "hash_has_taps": len({config(additional_config={"eagle3_job_taps": taps}).compute_hash() for taps in ([2, 5, 7], [2, 5, 7], [3, 5, 7])}),
     }  # fmt: skip
+
+
+def _doctor_or_bare_taps(cured: bool) -> dict:
+    """The doctor's report of a process with shims; of one without, whether the runner has the taps it was asked for."""
+    if cured:
+        from compat.doctor import render, report
+
+        found = report()
+        return {"doctor": found, "rendered": render(found)}
+    from engine_probe import taps_without_shims
+
+    return taps_without_shims()
 
 
 def _check_speculation(config) -> None:
@@ -137,12 +149,6 @@ def eagle3_interface() -> dict:
 
     classes = (KimiK25ForConditionalGeneration, DeepseekV2ForCausalLM, DeepseekV3ForCausalLM)
     return {"supports_eagle3": [supports_eagle3(model) for model in classes]}
-
-
-def doctor() -> dict:
-    from compat.doctor import report
-
-    return report()
 
 
 def report_of_generator(release: str) -> dict:

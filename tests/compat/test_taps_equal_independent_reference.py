@@ -6,14 +6,19 @@ from probing import run_probe
 CLOSE = 1e-4
 
 
-def test_without_the_shim_no_tap_is_given_out():
-    assert not any(run_probe("engine", "taps_without_shims", shims=False)["aux"])
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return run_probe("engine", "taps_of_both", tmp_path_factory.mktemp("llama"))
 
 
-def test_every_kind_of_id_in_chunked_prefill_and_decode():
-    seen = run_probe("engine", "taps_of_kimi", "[0, 2, 3, 5, 7, 10]")  # 0 the embedding, 10 the last layer's output
-    assert seen["rows"] == 10 + 100 + 33 + 3 * 7
-    assert seen["worst"] < CLOSE
+def test_every_kind_of_id_in_chunked_prefill_and_decode(seen):
+    assert seen["kimi"]["rows"] == 10 + 100 + 33 + 3 * 7
+    assert seen["kimi"]["worst"] < CLOSE
+
+
+def test_llama_gives_the_same_and_refuses_what_it_cannot(seen):
+    assert seen["llama"]["worst"] < CLOSE
+    assert "LlamaForCausalLM gives out taps 1 to 5, not 0" in seen["llama"]["outside"]
 
 
 @pytest.mark.slow
@@ -21,9 +26,3 @@ def test_compiled_graph_of_other_taps_is_not_taken_from_the_cache(tmp_path):
     for taps in ("[2, 5, 7]", "[3, 6, 8]", "[3, 6, 8]"):
         seen = run_probe("engine", "taps_of_kimi", taps, "compiled", VLLM_CACHE_ROOT=str(tmp_path))
         assert seen["worst"] < CLOSE, taps
-
-
-def test_llama_gives_the_same_and_refuses_what_it_cannot(tmp_path):
-    seen = run_probe("engine", "taps_of_llama", tmp_path)
-    assert seen["worst"] < CLOSE
-    assert "LlamaForCausalLM gives out taps 1 to 5, not 0" in seen["outside"]
