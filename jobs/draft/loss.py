@@ -83,6 +83,29 @@ def _chunk_rows(vocabulary: int) -> int:
     return max(128, CHUNK_BYTES // (4 * vocabulary))
 
 
+class ForwardKL(torch.autograd.Function):
+    """KL(verifier || draft) of rows, fp32: logits of both `[M, Vd]` -> `[M]`.
+
+    Written out because its gradient is one tensor, softmax(draft) - softmax(verifier), known in the
+    forward pass: autograd's chain of log_softmax, exp and products keeps three more of that size and
+    walks over them again. No gradient goes to the verifier's side.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, target_logits: Tensor) -> Tensor:
+        log_draft = logits.float().log_softmax(-1)  # [M, Vd]
+        log_target = target_logits.float().log_softmax(-1)  # [M, Vd]
+        target = log_target.exp()  # [M, Vd]
+        loss = ((log_target - log_draft) * target).sum(-1)  # [M]
+        ctx.save_for_backward((log_draft.exp_() - target).to(logits.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        (difference,) = ctx.saved_tensors
+        return difference * gradient.unsqueeze(-1).to(difference.dtype), None
+
+
 class Unroll(nn.Module):
     """Head and targets as one module: what `DistributedDataParallel` and `torch.compile` wrap.
 
@@ -157,10 +180,9 @@ class Unroll(nn.Module):
 
     def _rows_loss(self, feature: Tensor, target_logits: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Loss fp32 `[M]` and whether the argmax is right, bool `[M]`."""
-        logits = self.head.logits(feature).float()  # [M, Vd]
-        log_draft = logits.log_softmax(-1)  # [M, Vd]
+        logits = self.head.logits(feature)  # [M, Vd]
         if labels is not None:
-            return -log_draft.gather(-1, labels.unsqueeze(-1)).squeeze(-1), logits.argmax(-1) == labels
-        log_target = target_logits.float().log_softmax(-1)  # [M, Vd]
-        loss = (log_target.exp() * (log_target - log_draft)).sum(-1)  # [M], KL(verifier || draft)
+            loss = nn.functional.cross_entropy(logits.float(), labels, reduction="none")  # [M]
+            return loss, logits.argmax(-1) == labels
+        loss = ForwardKL.apply(logits, target_logits)  # [M]
         return loss, logits.argmax(-1) == target_logits.argmax(-1)
