@@ -16,7 +16,7 @@ import click
 from jobs.errors import EXIT_BUG, EXIT_DONE, JobError, MustFix
 
 # vLLM logs to standard output unless told otherwise, and asks a server for usage statistics.
-ENVIRONMENT = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+ENVIRONMENT = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def main(arguments: list[str] | None = None) -> None:

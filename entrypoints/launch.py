@@ -1,10 +1,13 @@
 """From a parsed command line to a run: settings, run directory, signals, display, and the final word."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jobs.errors import EXIT_DONE, JobError, MustFix
 from jobs.run import STAGES, Context, RunDirectory
@@ -92,27 +95,47 @@ def _run(settings: Settings, path: Path, *, redo: Sequence[str] = (), force: boo
     from jobs.stages.generate import start_engine
 
     run = RunDirectory(path)
-    display = Display.open(price_per_hour=settings.rental.price_per_hour, currency=settings.rental.currency)
-    context = Context(settings, run, display, start_engine=start_engine, force=force)
-    context.should_stop.install()
-    try:
-        run.begin(settings)
-        run.event("run started", job=settings.job.name, force=force, redo=list(redo), only=only)
-        final = run_pipeline(context, redo=redo, only=only)
-        return _summary(run.ledger, path, context.loads) | {"status": final, "exit_code": EXIT_DONE}
-    except Exception as error:
-        translated = translate(error, run.path)
-        # What the person reads as JSON tells where the run stands, on failure too.
-        translated.summary = _summary(run.ledger, path, context.loads) | {"exit_code": translated.exit_code, "error": translated.as_dict()}
-        if translated is error:
-            raise
-        raise translated from error
-    finally:
-        context.should_stop.restore()
-        if report and only is None and run.ledger:
-            _last_words(run, display)
-        display.close()
-        run.close()
+    with contextlib.ExitStack() as stack:
+        stack.callback(run.close)
+        terminal = stack.enter_context(noise_in(run.path / "log.txt"))
+        display = Display.open(stream=terminal, price_per_hour=settings.rental.price_per_hour, currency=settings.rental.currency)
+        stack.callback(display.close)
+        context = Context(settings, run, display, start_engine=start_engine, force=force)
+        context.should_stop.install()
+        stack.callback(context.should_stop.restore)
+        if report and only is None:
+            stack.callback(_last_words, run, display)
+        try:
+            run.begin(settings)
+            run.event("run started", job=settings.job.name, force=force, redo=list(redo), only=only)
+            final = run_pipeline(context, redo=redo, only=only)
+            return _summary(run.ledger, path, context.loads) | {"status": final, "exit_code": EXIT_DONE}
+        except Exception as error:
+            translated = translate(error, run.path)
+            # What the person reads as JSON tells where the run stands, on failure too.
+            translated.summary = _summary(run.ledger, path, context.loads) | {"exit_code": translated.exit_code, "error": translated.as_dict()}
+            if translated is error:
+                raise
+            raise translated from error
+
+
+@contextlib.contextmanager
+def noise_in(log: Path) -> Iterator[TextIO]:
+    """Send what libraries and worker processes print to `log`; yields a stream of the real standard error.
+
+    vLLM alone prints a hundred lines at every start: the person would not see the one that counts.
+    """
+    sys.stderr.flush()
+    real = os.dup(2)
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 2)
+    with open(real, "w", encoding=sys.stderr.encoding, errors="backslashreplace", buffering=1, closefd=False) as terminal:
+        try:
+            yield terminal
+        finally:
+            sys.stderr.flush()
+            os.dup2(real, 2)
+            os.close(real)
 
 
 def _last_words(run: RunDirectory, display: Any) -> None:
