@@ -7,7 +7,7 @@ gives multipart objects no `-N` ETag. What must hold, must hold on both.
     with rclone_server(tmp_path) as server:
         server.make_bucket("heads")
         settings = PushSettings(endpoint_url=server.endpoint_url, path_style=True)
-        with server.credentials(monkeypatch): ...
+        # and server.environment into the process's environment
 """
 
 import contextlib
@@ -16,12 +16,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import boto3
 from botocore.client import Config
@@ -54,9 +56,7 @@ class S3Server:
             aws_access_key_id=ACCESS_KEY,
             aws_secret_access_key=SECRET_KEY,
             region_name="us-east-1",
-            config=Config(
-                s3={"addressing_style": "path"}, request_checksum_calculation="when_required", proxies={}
-            ),
+            config=Config(s3={"addressing_style": "path"}, request_checksum_calculation="when_required", proxies={}),
         )
 
     def make_bucket(self, name: str) -> None:
@@ -99,29 +99,30 @@ def rclone_server(folder: Path) -> Iterator[S3Server]:
 def _running(command: list[str], port: int) -> Iterator[None]:
     """Run a server until the block ends; it is up when it answers HTTP, whatever the status."""
     environment = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true"}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            if process.poll() is not None or time.monotonic() > deadline:
-                process.kill()
-                raise RuntimeError(f"{command[0]} does not serve: {process.stderr.read().decode()[-2000:]}")
-            with contextlib.suppress(urllib.error.HTTPError):
-                try:
-                    opener.open(f"http://127.0.0.1:{port}/", timeout=1).close()
-                except (urllib.error.URLError, OSError) as error:
-                    if isinstance(error, urllib.error.HTTPError):
-                        break
-                    time.sleep(0.05)
-                    continue
-            break
-        yield
-    finally:
-        process.terminate()
+    with tempfile.TemporaryFile() as log:  # not a pipe: moto logs every request, and stops once 64 KiB went unread
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stderr.close()
+            _wait_for(process, command[0], port, log)
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_for(process: subprocess.Popen, name: str, port: int, log: IO[bytes]) -> None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            opener.open(f"http://127.0.0.1:{port}/", timeout=1).close()
+            return
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(0.05)
+    log.seek(0)
+    raise RuntimeError(f"{name} does not serve: {log.read().decode()[-2000:]}")

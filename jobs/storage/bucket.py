@@ -67,7 +67,7 @@ class Published:
     manifest_sha256: str
     files: int
     bytes: int  # of all files, without the manifest
-    sent_bytes: int  # by this call: less where an earlier call had sent some already
+    bytes_sent: int  # by this call: less where an earlier call had sent some already
     seconds: float
 
 

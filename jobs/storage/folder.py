@@ -17,19 +17,29 @@ from jobs.storage.manifest import LOCK, FileEntry, UploadState
 _BLOCK = 1 << 22  # bytes copied at once, and between two looks at should_stop
 
 
+_UNUSABLE = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+}
+
+
 @contextlib.contextmanager
-def _permission_named(path: Path) -> Iterator[None]:
-    """Turn a refused write or read into a MustFix."""
+def _refusal_named(path: Path) -> Iterator[None]:
+    """Turn what a file system refuses for ever (permission, read-only, a file in the way) into a MustFix."""
     try:
         yield
-    except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
+    except OSError as error:
+        if error.errno not in _UNUSABLE:
+            raise
         raise MustFix(
             f"The folder cannot be used: {error.strerror}", where=str(path), remedy="check push.uri and its permissions"
         ) from None
-    except OSError as error:
-        if error.errno != errno.EROFS:
-            raise
-        raise MustFix("The file system is read-only", where=str(path), remedy="choose another push.uri") from None
 
 
 class FolderDestination:
@@ -43,14 +53,14 @@ class FolderDestination:
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            with _permission_named(self.root):
+            with _refusal_named(self.root):
                 self.root.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(held(self.root / LOCK, what="this destination", remove=True))
             yield
 
     def found(self, name: str) -> tuple[int, str | None] | None:
         path = self.root / name
-        with _permission_named(path):
+        with _refusal_named(path):
             try:
                 return path.stat().st_size, None
             except FileNotFoundError:
@@ -63,7 +73,7 @@ class FolderDestination:
 
     def read(self, name: str, start: int = 0) -> Iterator[bytes]:
         path = self.root / name
-        with _permission_named(path):
+        with _refusal_named(path):
             try:
                 file = open(path, "rb")  # noqa: SIM115 (closed below; the generator may be left half-way)
             except FileNotFoundError:
@@ -77,7 +87,7 @@ class FolderDestination:
 
     def read_small(self, name: str) -> bytes | None:
         path = self.root / name
-        with _permission_named(path):
+        with _refusal_named(path):
             try:
                 return path.read_bytes()
             except FileNotFoundError:
@@ -87,14 +97,14 @@ class FolderDestination:
         path = self.root / name
         if only_if_absent and path.exists():
             return False
-        with _permission_named(path):
+        with _refusal_named(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, data)
         return True
 
     def delete(self, name: str) -> None:
         path = self.root / name
-        with _permission_named(path):
+        with _refusal_named(path):
             path.unlink(missing_ok=True)
 
     def upload(
@@ -108,7 +118,7 @@ class FolderDestination:
         """Copy under a hidden name (a killed copy goes on where it stopped), check its sha256, rename."""
         final = self.root / entry.name
         temporary = final.with_name(f".{final.name}.{entry.sha256[:16]}.partial")
-        with _permission_named(final), disk_full_named(final):
+        with _refusal_named(final), disk_full_named(final):
             final.parent.mkdir(parents=True, exist_ok=True)
             for _ in range(2):  # the second time without the part an earlier process left
                 self._copy(path, temporary, sent, should_stop)

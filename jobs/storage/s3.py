@@ -22,111 +22,17 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
-import boto3
-from botocore.client import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    CredentialRetrievalError,
-    HTTPClientError,
-    NoCredentialsError,
-    PartialCredentialsError,
-    ProfileNotFound,
-)
+from botocore.exceptions import BotoCoreError, ClientError
 
-from jobs.errors import Interrupted, JobError, MustFix, TryAgain
+from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.settings import PushSettings
 from jobs.storage.manifest import FileEntry, UploadState
+from jobs.storage.s3_client import ABSENT, NO_PERMISSION, client_for, error_code, explained, http_status
 
 MIB = 1 << 20
 LARGEST_PART_NUMBER = 10_000
-CONNECT_SECONDS, READ_SECONDS, ATTEMPTS = 5, 60, 4  # a dead endpoint is known after a few seconds
 _BLOCK = 1 << 20
-
-_WRONG_CREDENTIALS = {
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "InvalidToken",
-    "ExpiredToken",
-    "401",
-    "InvalidSecurity",
-}
-_NO_PERMISSION = {"AccessDenied", "403", "AllAccessDisabled", "AccountProblem", "Forbidden"}
-_ABSENT = {"NoSuchKey", "404", "NotFound"}
-_WRONG_REGION = {
-    "PermanentRedirect",
-    "301",
-    "307",
-    "AuthorizationHeaderMalformed",
-    "IllegalLocationConstraintException",
-}
-_NAME_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or mount a credentials file"
-
-
-def _code(error: ClientError) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
-
-
-def _status(error: ClientError) -> int:
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-
-
-def explained(error: Exception, uri: str) -> JobError:
-    """One sentence for what boto3 raised: 78 where a person must act, 75 where a new try may succeed."""
-    if isinstance(error, (NoCredentialsError, PartialCredentialsError, ProfileNotFound)):
-        return MustFix("There are no credentials for the bucket", where=uri, remedy=_NAME_CREDENTIALS)
-    if isinstance(error, (HTTPClientError, CredentialRetrievalError)):
-        return TryAgain(
-            f"The endpoint does not answer: {' '.join(str(error).split())}",
-            where=uri,
-            remedy="check push.endpoint_url and the network, then run the same command again",
-        )
-    if not isinstance(error, ClientError):
-        return MustFix(
-            f"boto3 refuses the destination: {error}", where=uri, remedy="check push.uri and push.endpoint_url"
-        )
-    code, status = _code(error), _status(error)
-    if code == "NoSuchBucket":
-        return MustFix("The bucket does not exist", where=uri, remedy="create it, or correct push.uri")
-    if code in _WRONG_CREDENTIALS:
-        return MustFix(f"The endpoint refuses the credentials: {code}", where=uri, remedy=_NAME_CREDENTIALS)
-    if code in _NO_PERMISSION:
-        remedy = "the key needs s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload there"
-        return MustFix(f"The credentials have no permission: {code}", where=uri, remedy=remedy)
-    if code in _WRONG_REGION:
-        return MustFix(f"The bucket is in another region: {code}", where=uri, remedy="set push.region")
-    if code == "RequestTimeTooSkewed":
-        return MustFix("This machine's clock is wrong", where=uri, remedy="set the clock")
-    text = f"{error.operation_name} failed with {code or status}: {error.response.get('Error', {}).get('Message', '')}"
-    if status >= 500 or status == 429 or code in {"SlowDown", "RequestTimeout", "OperationAborted", "BadDigest"}:
-        return TryAgain(text, where=uri, remedy="run the same command again")
-    return MustFix(text, where=uri, remedy="check push.uri and the endpoint's log")
-
-
-def client_for(settings: PushSettings, uri: str) -> Any:
-    """A boto3 client that gives up on a dead endpoint after a few seconds."""
-    config = Config(
-        connect_timeout=CONNECT_SECONDS,
-        read_timeout=READ_SECONDS,
-        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-        max_pool_connections=settings.threads + 4,
-        request_checksum_calculation=settings.checksums,
-        response_checksum_validation=settings.checksums,
-        signature_version="s3v4",
-        s3={"addressing_style": "path" if settings.path_style else "auto"},
-    )
-    region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if region is None and settings.endpoint_url:
-        region = "us-east-1"  # what servers without regions sign with
-    try:
-        session = boto3.session.Session()
-        if session.get_credentials() is None:
-            raise NoCredentialsError()
-        return session.client("s3", endpoint_url=settings.endpoint_url, region_name=region, config=config)
-    except (BotoCoreError, ValueError) as error:
-        raise explained(error, uri) from None
 
 
 class S3Destination:
@@ -160,11 +66,11 @@ class S3Destination:
         try:
             self.client.head_bucket(Bucket=self.bucket)
         except ClientError as error:
-            if _code(error) in _ABSENT:
+            if error_code(error) in ABSENT:
                 raise MustFix(
                     "The bucket does not exist", where=self.uri, remedy="create it, or correct push.uri"
                 ) from None
-            if _code(error) in _NO_PERMISSION | {"400"}:
+            if error_code(error) in NO_PERMISSION | {"400"}:
                 self._explain_bodyless_refusal()
             raise explained(error, self.uri) from None
         except BotoCoreError as error:
@@ -180,7 +86,7 @@ class S3Destination:
         try:
             head = self.client.head_object(Bucket=self.bucket, Key=self.key(name))
         except ClientError as error:
-            if _code(error) in _ABSENT:
+            if error_code(error) in ABSENT:
                 return None
             raise explained(error, self.uri) from None
         except BotoCoreError as error:
@@ -202,7 +108,7 @@ class S3Destination:
             with contextlib.closing(body):
                 yield from body.iter_chunks(_BLOCK)
         except ClientError as error:
-            if _code(error) in _ABSENT:
+            if error_code(error) in ABSENT:
                 raise MustFix(
                     f"{name} is named in the manifest but missing", where=self.uri, remedy="publish again"
                 ) from None
@@ -216,7 +122,7 @@ class S3Destination:
         try:
             return self.client.get_object(Bucket=self.bucket, Key=self.key(name))["Body"].read()
         except ClientError as error:
-            if _code(error) in _ABSENT:
+            if error_code(error) in ABSENT:
                 return None
             raise explained(error, self.uri) from None
         except BotoCoreError as error:
@@ -230,9 +136,9 @@ class S3Destination:
         try:
             self._put(name, data, hashlib.sha256(data).hexdigest(), **extra)
         except ClientError as error:
-            if only_if_absent and _code(error) in {"PreconditionFailed", "412"}:
+            if only_if_absent and error_code(error) in {"PreconditionFailed", "412"}:
                 return False
-            if only_if_absent and _code(error) in {"NotImplemented", "501"}:
+            if only_if_absent and error_code(error) in {"NotImplemented", "501"}:
                 return self.write_small(name, data)
             raise explained(error, self.uri) from None
         except BotoCoreError as error:
@@ -298,11 +204,14 @@ class S3Destination:
                 )
                 return
             except ClientError as error:
-                if _code(error) not in {"NoSuchUpload", "InvalidPart", "ConditionalRequestConflict"} or attempt == 2:
+                if (
+                    error_code(error) not in {"NoSuchUpload", "InvalidPart", "ConditionalRequestConflict"}
+                    or attempt == 2
+                ):
                     raise
                 # A complete whose answer was lost is repeated by botocore and finds its upload gone: it is done.
                 found = self.found(entry.name)
-                if _code(error) == "NoSuchUpload" and found == (entry.bytes, entry.sha256):
+                if error_code(error) == "NoSuchUpload" and found == (entry.bytes, entry.sha256):
                     return
                 state.forget(entry.name)
 
@@ -332,7 +241,7 @@ class S3Destination:
                 if part["Size"] == _part_size(part["PartNumber"], entry.bytes, part_bytes):
                     parts[part["PartNumber"]] = part["ETag"]
         except ClientError as error:
-            if _code(error) in {"NoSuchUpload", *_ABSENT}:
+            if error_code(error) in {"NoSuchUpload", *ABSENT}:
                 return None
             raise
         return parts
@@ -389,7 +298,7 @@ class S3Destination:
         try:
             self.client.abort_multipart_upload(Bucket=self.bucket, Key=self.key(name), UploadId=upload_id)
         except ClientError as error:
-            if _status(error) >= 500:
+            if http_status(error) >= 500:
                 raise
 
     def clean_up(self, entries: tuple[FileEntry, ...]) -> None:

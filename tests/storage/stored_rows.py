@@ -49,7 +49,9 @@ def response(sample: int, tokens: int) -> Response:
     )
 
 
-def write(writer: StateWriter, log: ResponseLog, sample: int, tokens: int, hidden_size: int = 8, chunk: int = 5) -> None:
+def write(
+    writer: StateWriter, log: ResponseLog, sample: int, tokens: int, hidden_size: int = 8, chunk: int = 5
+) -> None:
     """Write and commit one whole sample."""
     answer = response(sample, tokens)
     for first in range(0, tokens - 1, chunk):
@@ -71,9 +73,10 @@ def write_golden(folder: Path, dtype: str) -> None:
     too many, one that was begun, given up and partly overwritten, one cut short by a crash.
     """
     form = layout(dtype)
-    with StateWriter(folder, form, shard_bytes=4096 + form.row_bytes * 24, extent_rows=4) as writer, ResponseLog(
-        folder
-    ) as log:
+    with (
+        StateWriter(folder, form, shard_bytes=4096 + form.row_bytes * 24, extent_rows=4) as writer,
+        ResponseLog(folder) as log,
+    ):
         writer.append("given-up#0", 0, *rows(90, 0, 6))
         write(writer, log, sample=1, tokens=9)
         writer.discard("given-up#0")

@@ -43,7 +43,13 @@ def test_golden_store_reads_bit_for_bit(dtype):
 def test_todays_writer_writes_the_golden_bytes(dtype, tmp_path):
     write_golden(tmp_path / "store", dtype)
     files = sorted(path.name for path in (GOLDEN / dtype).iterdir())
-    assert files == ["index.jsonl", "responses.jsonl", "shard-00000.safetensors", "shard-00001.safetensors", "store.json"]
+    assert files == [
+        "index.jsonl",
+        "responses.jsonl",
+        "shard-00000.safetensors",
+        "shard-00001.safetensors",
+        "store.json",
+    ]
     for name in files:
         assert (tmp_path / "store" / name).read_bytes() == (GOLDEN / dtype / name).read_bytes(), name
 

@@ -15,9 +15,10 @@ from jobs.storage.states import ResponseLog, StateStore, StateWriter
 def folder(request, tmp_path):
     """Three samples of 9, 19 and 29 rows in extents of 4."""
     form = layout(request.param)
-    with StateWriter(tmp_path, form, shard_bytes=4096 + form.row_bytes * 64, extent_rows=4) as writer, ResponseLog(
-        tmp_path
-    ) as log:
+    with (
+        StateWriter(tmp_path, form, shard_bytes=4096 + form.row_bytes * 64, extent_rows=4) as writer,
+        ResponseLog(tmp_path) as log,
+    ):
         for sample, tokens in ((1, 10), (2, 20), (3, 30)):
             write(writer, log, sample, tokens, chunk=4)
     return tmp_path

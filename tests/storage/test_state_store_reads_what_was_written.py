@@ -14,9 +14,10 @@ from jobs.storage.states import ResponseLog, StateGap, StateLayout, StateStore, 
 def store(tmp_path):
     """A writer and a log over one folder; shards of 32 rows, extents of 4."""
     form = layout()
-    with StateWriter(tmp_path, form, shard_bytes=4096 + form.row_bytes * 32, extent_rows=4) as writer, ResponseLog(
-        tmp_path
-    ) as log:
+    with (
+        StateWriter(tmp_path, form, shard_bytes=4096 + form.row_bytes * 32, extent_rows=4) as writer,
+        ResponseLog(tmp_path) as log,
+    ):
         yield writer, log
 
 

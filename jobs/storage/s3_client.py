@@ -1,0 +1,113 @@
+"""The boto3 client, and its errors in one sentence each.
+
+Decision: what a server says decides between "you must fix this" (78: no such bucket, wrong credentials,
+no permission, wrong region, a malformed address) and "try again" (75: no answer, a server error,
+throttling, bytes damaged on the way); botocore has by then tried ATTEMPTS times itself.
+"""
+
+import os
+from typing import Any
+
+import boto3
+from botocore.client import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    CredentialRetrievalError,
+    HTTPClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ProfileNotFound,
+)
+from botocore.exceptions import ConnectionError as NoConnectionError
+
+from jobs.errors import JobError, MustFix, TryAgain
+from jobs.settings import PushSettings
+
+CONNECT_SECONDS, READ_SECONDS, ATTEMPTS = 5, 60, 4  # a dead endpoint is known after a few seconds
+
+_WRONG_CREDENTIALS = {
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "InvalidToken",
+    "ExpiredToken",
+    "401",
+    "InvalidSecurity",
+}
+NO_PERMISSION = {"AccessDenied", "403", "AllAccessDisabled", "AccountProblem", "Forbidden"}
+ABSENT = {"NoSuchKey", "404", "NotFound"}
+_WRONG_REGION = {
+    "PermanentRedirect",
+    "301",
+    "307",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+}
+_PASSING = {"SlowDown", "RequestTimeout", "OperationAborted", "ConditionalRequestConflict"}
+_DAMAGED_ON_THE_WAY = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch", "IncompleteBody"}
+_NAME_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or mount a credentials file"
+
+
+def error_code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def http_status(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def explained(error: Exception, uri: str) -> JobError:
+    """One sentence for what boto3 raised: 78 where a person must act, 75 where a new try may succeed."""
+    if isinstance(error, (NoCredentialsError, PartialCredentialsError, ProfileNotFound)):
+        return MustFix("There are no credentials for the bucket", where=uri, remedy=_NAME_CREDENTIALS)
+    said = " ".join(str(error).split())
+    if isinstance(error, (HTTPClientError, NoConnectionError, CredentialRetrievalError)):
+        return TryAgain(
+            f"The endpoint does not answer: {said}",
+            where=uri,
+            remedy="check push.endpoint_url and the network, then run the same command again",
+        )
+    if not isinstance(error, ClientError):
+        return MustFix(
+            f"boto3 refuses the destination: {said}", where=uri, remedy="check push.uri and push.endpoint_url"
+        )
+    code, status = error_code(error), http_status(error)
+    if code == "NoSuchBucket":
+        return MustFix("The bucket does not exist", where=uri, remedy="create it, or correct push.uri")
+    if code in _WRONG_CREDENTIALS:
+        return MustFix(f"The endpoint refuses the credentials: {code}", where=uri, remedy=_NAME_CREDENTIALS)
+    if code in NO_PERMISSION:
+        remedy = "the key needs s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload there"
+        return MustFix(f"The credentials have no permission: {code}", where=uri, remedy=remedy)
+    if code in _WRONG_REGION:
+        return MustFix(f"The bucket is in another region: {code}", where=uri, remedy="set push.region")
+    if code == "RequestTimeTooSkewed":
+        return MustFix("This machine's clock is wrong", where=uri, remedy="set the clock")
+    text = f"{error.operation_name} failed with {code or status}: {said}"
+    if status >= 500 or status == 429 or code in _PASSING | _DAMAGED_ON_THE_WAY:
+        return TryAgain(text, where=uri, remedy="run the same command again")
+    return MustFix(text, where=uri, remedy="check push.uri and the endpoint's log")
+
+
+def client_for(settings: PushSettings, uri: str) -> Any:
+    """A boto3 client that gives up on a dead endpoint after a few seconds."""
+    config = Config(
+        connect_timeout=CONNECT_SECONDS,
+        read_timeout=READ_SECONDS,
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+        max_pool_connections=settings.threads + 4,
+        request_checksum_calculation=settings.checksums,
+        response_checksum_validation=settings.checksums,
+        signature_version="s3v4",
+        s3={"addressing_style": "path" if settings.path_style else "auto"},
+    )
+    region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if region is None and settings.endpoint_url:
+        region = "us-east-1"  # what servers without regions sign with
+    try:
+        session = boto3.session.Session()
+        if session.get_credentials() is None:
+            raise NoCredentialsError()
+        return session.client("s3", endpoint_url=settings.endpoint_url, region_name=region, config=config)
+    except (BotoCoreError, ValueError) as error:
+        raise explained(error, uri) from None

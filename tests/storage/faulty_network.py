@@ -1,0 +1,69 @@
+"""A TCP relay before a real server that breaks connections off or changes bytes on their way to it."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+
+@dataclass
+class FaultyNetwork:
+    upstream: tuple[str, int]
+    endpoint_url: str = ""
+    break_after: int | None = None  # bytes of an answer after which its connection is closed ...
+    breaks_left: int = 0  # ... for so many connections
+    swap: tuple[bytes, bytes] | None = None  # in requests, the first for the second
+    broken: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def serve(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(self.upstream)
+            threading.Thread(target=self._relay, args=(client, server, self._request), daemon=True).start()
+            threading.Thread(target=self._relay, args=(server, client, self._answer()), daemon=True).start()
+
+    def _relay(self, source: socket.socket, target: socket.socket, change) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                changed = change(data)
+                if changed is None:
+                    break
+                target.sendall(changed)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _request(self, data: bytes) -> bytes:
+        return data.replace(*self.swap) if self.swap else data
+
+    def _answer(self):
+        passed = 0
+
+        def change(data: bytes) -> bytes | None:
+            nonlocal passed
+            passed += len(data)
+            with self._lock:
+                if self.break_after is not None and self.breaks_left and passed > self.break_after:
+                    self.breaks_left -= 1
+                    self.broken += 1
+                    return None
+            return data
+
+        return change
+
+
+@contextlib.contextmanager
+def faulty_network(endpoint_url: str, **faults) -> Iterator[FaultyNetwork]:
+    parts = urlsplit(endpoint_url)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        network = FaultyNetwork((parts.hostname, parts.port), f"http://127.0.0.1:{listener.getsockname()[1]}", **faults)
+        threading.Thread(target=network.serve, args=(listener,), daemon=True).start()
+        yield network
+        listener.shutdown(socket.SHUT_RDWR)

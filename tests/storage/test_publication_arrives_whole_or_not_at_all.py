@@ -1,0 +1,249 @@
+"""Publish and pull over two real S3 servers and a folder: whole, verified, resumable, the manifest last."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from faulty_network import faulty_network
+from publications import MIB, MODEL_BYTES, contents, killed_at, make_head
+
+from jobs.errors import Interrupted, MustFix, TryAgain
+from jobs.storage.bucket import destination, publish, pull
+
+PART = 5 * MIB
+
+
+def test_what_is_published_comes_back(place, tmp_path):
+    uri, settings = place
+    head, told = make_head(tmp_path / "head", seed=1), []
+    published = publish(head, uri, settings, state=tmp_path / "push.json", progress=lambda *p: told.append(p))
+    total = published.bytes
+    assert (published.files, published.bytes_sent) == (3, total) and total > MODEL_BYTES
+    assert told[-1] == (total, total) and [done for done, _ in told] == sorted(done for done, _ in told)
+    manifest = pull(uri, tmp_path / "back", settings)
+    assert manifest == json.loads((head / "manifest.json").read_text())
+    assert contents(tmp_path / "back") == contents(head)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_only_the_named_files_stand_at_the_destination(bucket, server, settings, tmp_path):
+    publish(make_head(tmp_path / "head", 1), f"s3://{bucket}/kimi/head", settings, state=None)
+    names = ["config.json", "manifest.json", "model.safetensors", "sglang/config.json"]
+    assert server.keys(bucket) == {f"kimi/head/{name}" for name in names}
+    assert not server.client().list_multipart_uploads(Bucket=bucket).get("Uploads")
+
+
+def test_a_second_publication_of_the_same_head_sends_nothing(place, tmp_path):
+    uri, settings = place
+    head = make_head(tmp_path / "head", 1)
+    publish(head, uri, settings, state=None)
+    assert publish(head, uri, settings, state=None).bytes_sent == 0
+    assert publish(head, uri, settings, state=tmp_path / "other-state.json").bytes_sent == 0
+
+
+def test_a_killed_upload_goes_on_at_the_missing_parts(place, tmp_path):
+    """kill -9 in the middle: no manifest, so a reader refuses; at most one part a thread is sent twice."""
+    uri, settings = place
+    head, state = make_head(tmp_path / "head", 1), tmp_path / "push.json"
+    done = killed_at(6 * MIB, lambda progress: publish(head, uri, settings, state=state, progress=progress))
+    with pytest.raises(MustFix, match="The publication there is not complete") as refusal:
+        pull(uri, tmp_path / "back", settings)
+    assert refusal.value.exit_code == 78 and "\n" not in str(refusal.value)
+    assert not (tmp_path / "back").exists()
+    second = publish(head, uri, settings, state=state)
+    assert 0 < second.bytes_sent <= second.bytes - done + settings.threads * PART
+    assert second.bytes_sent < MODEL_BYTES
+    pull(uri, tmp_path / "back", settings)
+    assert contents(tmp_path / "back") == contents(head)
+
+
+def test_the_parts_that_arrived_are_not_sent_again(bucket, server, settings, tmp_path):
+    """The server's own list of parts says what the second call need not send."""
+    uri, state = f"s3://{bucket}/head", tmp_path / "push.json"
+    head = make_head(tmp_path / "head", 1)
+    killed_at(6 * MIB, lambda progress: publish(head, uri, settings, state=state, progress=progress))
+    upload_id = json.loads(state.read_text())["files"]["model.safetensors"]["upload_id"]
+    parts = server.client().list_parts(Bucket=bucket, Key="head/model.safetensors", UploadId=upload_id)["Parts"]
+    arrived = sum(part["Size"] for part in parts)
+    assert arrived >= 2 * PART
+    second = publish(head, uri, settings, state=state)
+    small = len((head / "sglang/config.json").read_bytes())  # sorted behind the model: not sent yet
+    assert second.bytes_sent == MODEL_BYTES - arrived + small
+
+
+def test_without_its_state_a_killed_upload_begins_anew_and_leaves_no_parts(bucket, server, settings, tmp_path):
+    uri, head = f"s3://{bucket}/head", make_head(tmp_path / "head", 1)
+    state = tmp_path / "push.json"
+    killed_at(6 * MIB, lambda progress: publish(head, uri, settings, state=state, progress=progress))
+    assert len(server.client().list_multipart_uploads(Bucket=bucket)["Uploads"]) == 1
+    publish(head, uri, settings, state=None)
+    assert not server.client().list_multipart_uploads(Bucket=bucket).get("Uploads")
+    pull(uri, tmp_path / "back", settings)
+
+
+def test_an_upload_the_server_forgot_begins_anew(bucket, server, settings, tmp_path):
+    uri, head, state = f"s3://{bucket}/head", make_head(tmp_path / "head", 1), tmp_path / "push.json"
+    killed_at(6 * MIB, lambda progress: publish(head, uri, settings, state=state, progress=progress))
+    upload_id = json.loads(state.read_text())["files"]["model.safetensors"]["upload_id"]
+    server.client().abort_multipart_upload(Bucket=bucket, Key="head/model.safetensors", UploadId=upload_id)
+    assert publish(head, uri, settings, state=state).bytes_sent >= MODEL_BYTES
+    pull(uri, tmp_path / "back", settings)
+    assert contents(tmp_path / "back") == contents(head)
+
+
+def test_a_stopped_upload_says_so_and_goes_on(place, tmp_path):
+    uri, settings = place
+    head, state, done = make_head(tmp_path / "head", 1), tmp_path / "push.json", [0]
+    with pytest.raises(Interrupted, match="upload was stopped") as stopped:
+        publish(
+            head,
+            uri,
+            settings,
+            state=state,
+            progress=lambda now, total: done.append(now),
+            should_stop=lambda: done[-1] > 6 * MIB,
+        )
+    assert stopped.value.exit_code == 75
+    assert publish(head, uri, settings, state=state).bytes_sent < MODEL_BYTES
+    pull(uri, tmp_path / "back", settings)
+
+
+@pytest.mark.parametrize("ending", ["stop", "kill"])
+def test_an_interrupted_download_resumes(place, tmp_path, ending):
+    uri, settings = place
+    head, told = make_head(tmp_path / "head", 1), []
+    publish(head, uri, settings, state=None)
+    if ending == "kill":
+        killed_at(9 * MIB, lambda progress: pull(uri, tmp_path / "back", settings, progress=progress))
+    else:
+        done = [0]
+        with pytest.raises(Interrupted, match="download was stopped"):
+            pull(
+                uri,
+                tmp_path / "back",
+                settings,
+                progress=lambda now, total: done.append(now),
+                should_stop=lambda: done[-1] > 9 * MIB,
+            )
+    assert not (tmp_path / "back").exists()
+    pull(uri, tmp_path / "back", settings, progress=lambda now, total: told.append(now))
+    small = len((head / "config.json").read_bytes())
+    assert min(now for now in told if now > small) > 9 * MIB  # nothing of the first 9 MiB was fetched again
+    assert contents(tmp_path / "back") == contents(head)
+
+
+def test_a_broken_connection_is_picked_up_within_one_call(bucket, server, settings, tmp_path):
+    uri, head = f"s3://{bucket}/head", make_head(tmp_path / "head", 1)
+    publish(head, uri, settings, state=None)
+    with faulty_network(server.endpoint_url, break_after=4 * MIB, breaks_left=3) as network:
+        pull(uri, tmp_path / "back", settings.model_copy(update={"endpoint_url": network.endpoint_url}))
+        assert network.broken == 3
+    assert contents(tmp_path / "back") == contents(head)
+
+
+def test_a_damaged_part_of_an_earlier_download_is_fetched_again(place, tmp_path):
+    uri, settings = place
+    head = make_head(tmp_path / "head", 1)
+    publish(head, uri, settings, state=None)
+    killed_at(9 * MIB, lambda progress: pull(uri, tmp_path / "back", settings, progress=progress))
+    partial = tmp_path / ".back.partial" / "model.safetensors.partial"
+    with open(partial, "r+b") as file:
+        file.write(b"\0" * 1000)
+    pull(uri, tmp_path / "back", settings)
+    assert contents(tmp_path / "back") == contents(head)
+
+
+def test_a_corrupted_object_is_found_and_nothing_appears(place, request, tmp_path):
+    uri, settings = place
+    publish(make_head(tmp_path / "head", 1), uri, settings, state=None)
+    damaged = bytearray((tmp_path / "head" / "model.safetensors").read_bytes())
+    damaged[1_000_000] ^= 1
+    destination(uri, settings).write_small("model.safetensors", bytes(damaged))
+    with pytest.raises(MustFix, match="model.safetensors has another sha256 than its manifest says"):
+        pull(uri, tmp_path / "back", settings)
+    assert not (tmp_path / "back").exists()
+
+
+def test_bytes_changed_on_the_way_are_never_published(bucket, server, settings, tmp_path):
+    """Content-MD5 where the server checks it (rclone), reading back where it does not (moto)."""
+    head, uri = make_head(tmp_path / "head", 1), f"s3://{bucket}/head"
+    with faulty_network(server.endpoint_url, swap=(b'{"sglang": 1}', b'{"sglang": 7}')) as network:
+        careful = settings.model_copy(update={"endpoint_url": network.endpoint_url, "read_back": True})
+        with pytest.raises(TryAgain):
+            publish(head, uri, careful, state=tmp_path / "push.json")
+    assert "head/manifest.json" not in server.keys(bucket)
+    publish(head, uri, settings.model_copy(update={"read_back": True}), state=tmp_path / "push.json")
+    pull(uri, tmp_path / "back", settings)
+    assert contents(tmp_path / "back") == contents(head)
+
+
+def test_a_file_damaged_before_the_upload_is_not_published(place, tmp_path):
+    uri, settings = place
+    head = make_head(tmp_path / "head", 1)
+    (head / "config.json").write_bytes(b'{"seed": 2}')
+    with pytest.raises(MustFix, match="config.json has another sha256 than its manifest says"):
+        publish(head, uri, settings, state=None)
+    (head / "config.json").unlink()
+    with pytest.raises(MustFix, match="config.json is named in its manifest but missing"):
+        publish(head, uri, settings, state=None)
+    with pytest.raises(MustFix, match="Nothing is published there"):
+        pull(uri, tmp_path / "back", settings)
+
+
+def test_a_folder_with_something_else_is_not_overwritten(place, tmp_path):
+    uri, settings = place
+    head = make_head(tmp_path / "head", 1, model_bytes=1000)
+    publish(head, uri, settings, state=None)
+    (tmp_path / "back").mkdir()
+    pull(uri, tmp_path / "back", settings)  # an empty folder is nothing
+    pull(uri, tmp_path / "back", settings)  # this publication, whole: left alone
+    (tmp_path / "back" / "config.json").write_bytes(b"{}")
+    with pytest.raises(MustFix, match="holds this publication, damaged"):
+        pull(uri, tmp_path / "back", settings)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("years of work")
+    with pytest.raises(MustFix, match="The folder holds something else"):
+        pull(uri, tmp_path / "other", settings)
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/etc/passwd", "a/../../b", "manifest.json", "a//b"])
+def test_a_manifest_cannot_write_outside_its_folder(place, tmp_path, name):
+    uri, settings = place
+    content = json.dumps({"files": {name: {"sha256": "0" * 64, "bytes": 1}}}).encode()
+    with destination(uri, settings).hold():
+        destination(uri, settings).write_small("manifest.json", content)
+    with pytest.raises(MustFix, match="names an impossible file"):
+        pull(uri, tmp_path / "back", settings)
+
+
+def test_a_reader_at_any_moment_gets_all_or_a_refusal(place, tmp_path):
+    """A reader that polls while a publisher works sees refusals, then the whole head."""
+    uri, settings = place
+    head = make_head(tmp_path / "head", 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            publish(head, uri, settings, state=None)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    refused, deadline = 0, time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            try:
+                pull(uri, tmp_path / "back", settings)
+                break
+            except MustFix as refusal:
+                assert "not complete" in str(refusal) or "Nothing is published" in str(refusal)
+                assert not (tmp_path / "back").exists()
+                refused += 1
+        assert contents(tmp_path / "back") == contents(head)
+        assert refused > 0
+        _, status = os.waitpid(child, 0)
+        assert status == 0
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
