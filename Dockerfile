@@ -36,7 +36,7 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends ca-certificates g++ tini \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --uid 10001 --gid 0 --home-dir /data/home --no-create-home --shell /usr/sbin/nologin eagle3 \
- && mkdir -m 1777 /data
+ && install -d -m 1777 /data
 # ONE volume, /data, for runs, caches and HOME, writable for any user id. USER is set because a user id without an entry
 # in /etc/passwd has no name, and torch asks for one. vLLM would report its use to its makers: not from a rented machine.
 ENV HOME=/data/home USER=eagle3 LOGNAME=eagle3 \

@@ -95,14 +95,18 @@ check "a change of the source builds again" build cpu changed eagle3-test-base:b
 check "and leaves the dependency layer alone, in under 60 s ($((SECONDS - start)) s)" test $((SECONDS - start)) -lt 60
 check "the S3 image for rehearsals builds" build s3 s3 eagle3-test-base:bookworm
 
-printf '%s\n' 'FROM eagle3-job:cpu' 'USER 0' \
-  'RUN python3 -m ensurepip >/dev/null && rm -r /opt/venv/lib/python3*/site-packages/xxhash* && mkdir -p /usr/local/cuda/bin && cp /bin/true /usr/local/cuda/bin/ptxas' |
-  $docker build --network host -q -t eagle3-test-base:with-vllm - >/dev/null
-check "on a base with vLLM 0.16.0 and ptxas the gpu target builds" build gpu gpu eagle3-test-base:with-vllm
-check "and adds only what the base lacks" contains "$(cat "$work/build-gpu.log")" "the base lacks 1 packages"
-check "so that the job starts there" $docker run --rm --network none eagle3-job:gpu --version
-check "without a CUDA toolkit it does not build" fails build gpu none eagle3-job:cpu
+# Stand-ins for the vLLM image, which no registry gives us here: our CPU image without our user and one package, first
+# without a CUDA toolkit, then with something executable in the place of its ptxas.
+base_with_vllm() { # tag, base, command
+  printf '%s\n' "FROM $2" 'USER 0' "RUN $3" | $docker build --network host -q -t "eagle3-test-base:$1" - >/dev/null
+}
+base_with_vllm vllm eagle3-job:cpu "userdel eagle3 && python3 -m ensurepip >/dev/null && rm -r /opt/venv/lib/python3*/site-packages/xxhash*"
+base_with_vllm ptxas eagle3-test-base:vllm "mkdir -p /usr/local/cuda/bin && cp /bin/true /usr/local/cuda/bin/ptxas"
+check "on a base without a CUDA toolkit the gpu target does not build" fails build gpu none eagle3-test-base:vllm
 check "and says why" contains "$(cat "$work/build-none.log")" "this base has no /usr/local/cuda/bin/ptxas"
+check "on a base with vLLM 0.16.0 and ptxas it builds" build gpu gpu eagle3-test-base:ptxas
+check "adds only what the base lacks" contains "$(cat "$work/build-gpu.log")" "the base lacks 1 packages"
+check "and the job starts there" $docker run --rm --network none eagle3-job:gpu --version
 
 # --- what the image is ------------------------------------------------------------------------------------------------
 label() { $docker image inspect -f "{{index .Config.Labels \"$1\"}}" eagle3-job:cpu; }
