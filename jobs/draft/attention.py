@@ -7,8 +7,9 @@ k own keys are folded in row by row. That is exact, and it keeps the mask of all
 same static `[R, R]` mask, where concatenated keys (speculators) need a longer one every step.
 
 Two ways to the masked attention, with one result:
-* `plain`: document by document, in blocks of queries; on CPU and in eager mode. Nothing of size
-  R x R exists, and a document's numbers cannot depend on its neighbours', not even in rounding.
+* `plain`: document by document (step 0 through PyTorch's fused function, later steps in blocks of
+  queries); on CPU and in eager mode. Nothing of size R x R exists, and a document's numbers cannot
+  depend on its neighbours', not even in rounding.
 * `flex`: `flex_attention` with a block mask, for the compiled step on CUDA. Static shapes; the mask
   is made outside the compiled region, once per packed row.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 QUERY_BLOCK = 256  # rows of one block of the plain form: 256 x 8192 x 64 heads fp32 is 0.5 GB
 
@@ -75,18 +76,34 @@ class Documents:
         return create_block_mask(causal_within_document, None, None, self.rows, self.rows, device=self.device)
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, spans: Sequence[tuple[int, int]], scale: float):
-    """Causal attention in each span: `[h, R, D]` three times -> output `[h, R, D]`, log-sum-exp fp32 `[h, R]`."""
+def _by_document(query: Tensor, key: Tensor, value: Tensor, spans: Sequence[tuple[int, int]]):
+    """The documents' own parts of `[h, R, D]`; one split, whose gradient is one concatenation."""
+    lengths = [end - start for start, end in spans]
+    return zip(*(x.split(lengths, dim=1) for x in (query, key, value)), strict=True)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Causal attention in each span: `[h, R, D]` three times -> `[h, R, D]`."""
+    attended = [
+        nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]  # [h, r, D]
+        for q, k, v in _by_document(query, key, value, spans)
+    ]
+    return torch.cat(attended, 1)
+
+
+def _plain_with_sums(query: Tensor, key: Tensor, value: Tensor, spans: Sequence[tuple[int, int]], scale: float):
+    """The same with its log-sum-exp, fp32 `[h, R]`, which PyTorch's own function gives no gradient for."""
     outputs, sums = [], []
-    for first, end in spans:
-        for begin in range(first, end, QUERY_BLOCK):
-            stop = min(begin + QUERY_BLOCK, end)
-            scores = (query[:, begin:stop] @ key[:, first:stop].transpose(1, 2)).float() * scale  # [h, q, s]
-            later = torch.ones(stop - begin, stop - first, dtype=torch.bool, device=query.device).triu(begin - first + 1)
+    for q, k, v in _by_document(query, key, value, spans):
+        rows = q.shape[1]
+        for begin in range(0, rows, QUERY_BLOCK):
+            stop = min(begin + QUERY_BLOCK, rows)
+            scores = (q[:, begin:stop] @ k[:, :stop].transpose(1, 2)).float() * scale  # [h, b, s]
+            later = torch.ones(stop - begin, stop, dtype=torch.bool, device=query.device).triu(begin + 1)
             scores = scores.masked_fill(later, float("-inf"))
-            total = scores.logsumexp(-1)  # [h, q]
-            weights = (scores - total.unsqueeze(-1)).exp()  # [h, q, s]
-            outputs.append(weights.to(value.dtype) @ value[:, first:stop])  # [h, q, D]
+            total = scores.logsumexp(-1)  # [h, b]
+            weights = (scores - total.unsqueeze(-1)).exp()  # [h, b, s]
+            outputs.append(weights.to(v.dtype) @ v[:, :stop])  # [h, b, D]
             sums.append(total)
     return torch.cat(outputs, 1), torch.cat(sums, 1)
 
@@ -117,8 +134,10 @@ def attend(
     scale = query.shape[-1] ** -0.5
     if documents.flex:
         output, sums = _flex(query, first_key, first_value, documents.block_mask, scale)
+    elif own:
+        output, sums = _plain_with_sums(query, first_key, first_value, documents.spans, scale)
     else:
-        output, sums = _plain(query, first_key, first_value, documents.spans, scale)
+        output = _plain(query, first_key, first_value, documents.spans)
     if not own:
         return output
     scores = [sums] + [(query * key).sum(-1, dtype=torch.float32) * scale for key, _ in own]  # k+1 times [h, R]

@@ -83,6 +83,10 @@ def test_blocks_of_queries_equal_one_softmax(monkeypatch):
     mask = (ids[:, None] == ids[None]) & torch.ones(40, 40, dtype=torch.bool).tril()
     scores = (q @ k.transpose(1, 2) / 8**0.5).masked_fill(~mask, float("-inf"))
     torch.testing.assert_close(attend(q, k, v, [], documents), scores.softmax(-1) @ v, rtol=1e-5, atol=1e-6)
+    own_k, own_v = torch.randn(2, 40, 8, generator=g), torch.randn(2, 40, 8, generator=g)
+    longer = torch.cat((scores, (q * own_k).sum(-1, keepdim=True) / 8**0.5), -1).softmax(-1)  # [h, R, R+1]
+    expected = longer[..., :40] @ v + longer[..., 40:] * own_v
+    torch.testing.assert_close(attend(q, k, v, [(own_k, own_v)], documents), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_unroll_equals_growing_a_sequence():
