@@ -99,6 +99,8 @@ def write_tokenizer(pieces: list[bytes], folder: Path) -> dict:
         )
     return dict(
         added_tokens_decoder=added, auto_map={"AutoTokenizer": ["tokenization_tiny_kimi.TinyKimiTokenizer", None]},
+        # A slow tokenizer skips as special only what is listed here, whatever `special` says above.
+        additional_special_tokens=[t for t in SPECIAL_OFFSETS if t not in (*NOT_SPECIAL, "[BOS]", "[EOS]", "[UNK]", "[PAD]")],
         tokenizer_class="TinyKimiTokenizer", bos_token="[BOS]", eos_token="[EOS]", unk_token="[UNK]", pad_token="[PAD]",
         clean_up_tokenization_spaces=False, model_max_length=4096,
     )  # fmt: skip

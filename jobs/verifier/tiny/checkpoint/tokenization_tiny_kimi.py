@@ -33,6 +33,8 @@ class TinyKimiTokenizer(PreTrainedTokenizer):
 
     def __init__(self, vocab_file, bos_token="[BOS]", eos_token="[EOS]", unk_token="[UNK]", pad_token="[PAD]",
                  added_tokens_decoder=None, **kwargs):
+        if vocab_file is None:
+            raise ValueError("the folder holds no tiktoken.model")
         self.vocab_file = str(vocab_file)
         ranks = read_ranks(vocab_file)
         names = {index: str(token) for index, token in (added_tokens_decoder or {}).items()}
