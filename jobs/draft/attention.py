@@ -15,8 +15,6 @@ Two ways to the masked attention, with one result:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -24,51 +22,42 @@ from torch import Tensor, nn
 QUERY_BLOCK = 256  # rows of one block of the plain form: 256 x 8192 x 64 heads fp32 is 0.5 GB
 
 
-@dataclass(frozen=True)
 class Documents:
     """Where the documents of a packed row lie: `lengths` in order, the rest of `rows` is padding.
 
     Padding is treated as one more document, so that no row ever has an empty set of keys (a softmax
-    over nothing is NaN, and NaN times a zero mask is NaN).
+    over nothing is NaN, and NaN times a zero mask is NaN). `spans` are the half-open ranges of rows;
+    `block_mask` is the same for `flex_attention`, made only with flex=True. Everything is made here:
+    the compiled step must find ready attributes, it cannot trace how they come about.
     """
 
-    lengths: tuple[int, ...]
-    rows: int
-    device: torch.device | str = "cpu"
-    flex: bool = False
+    def __init__(self, lengths: Sequence[int], rows: int, device: torch.device | str = "cpu", flex: bool = False):
+        padding = rows - sum(lengths)
+        if padding < 0:
+            raise ValueError(f"documents of {sum(lengths)} rows do not fit into {rows}")
+        self.rows, self.device, self.flex = rows, device, flex
+        self.spans: list[tuple[int, int]] = []
+        start = 0
+        for length in (*lengths, padding):
+            if length:
+                self.spans.append((start, start + length))
+            start += length
+        self.block_mask = self._block_mask() if flex else None
 
     @classmethod
     def one(cls, rows: int, device: torch.device | str = "cpu", flex: bool = False) -> "Documents":
         """All rows belong to one document."""
         return cls((rows,), rows, device, flex)
 
-    def __post_init__(self) -> None:
-        if sum(self.lengths) > self.rows:
-            raise ValueError(f"documents of {sum(self.lengths)} rows do not fit into {self.rows}")
-
-    @cached_property
-    def spans(self) -> list[tuple[int, int]]:
-        """Half-open ranges of rows, padding included as the last one."""
-        spans, start = [], 0
-        for length in (*self.lengths, self.rows - sum(self.lengths)):
-            if length:
-                spans.append((start, start + length))
-            start += length
-        return spans
-
-    @cached_property
     def ids(self) -> Tensor:
         """Document of each row, int32 `[R]`."""
         lengths = torch.tensor([end - start for start, end in self.spans])
-        numbers = torch.arange(len(self.spans), dtype=torch.int32)
-        return numbers.repeat_interleave(lengths).to(self.device)  # [R]
+        return torch.arange(len(self.spans), dtype=torch.int32).repeat_interleave(lengths).to(self.device)  # [R]
 
-    @cached_property
-    def block_mask(self):
-        """The same mask for `flex_attention`."""
+    def _block_mask(self):
         from torch.nn.attention.flex_attention import create_block_mask
 
-        ids = self.ids
+        ids = self.ids()
 
         def causal_within_document(_batch, _head, query, key):
             return (query >= key) & (ids[query] == ids[key])

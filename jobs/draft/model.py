@@ -17,7 +17,6 @@ Decisions:
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -174,22 +173,22 @@ class Eagle3Head(nn.Module):
         self.lm_head = _matrix(config.hidden_size, config.draft_vocab_size)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        # No buffer: `.to(bfloat16)` would round the frequencies.
-        self._frequencies: dict[str, Tensor] = {}
+        self._attention_factor = attention_factor(config.rope_scaling)
+        self.register_buffer("_frequencies", self._computed_frequencies(), persistent=False)  # fp32 [D/2]
 
-    @cached_property
-    def _attention_factor(self) -> float:
-        return attention_factor(self.config.rope_scaling)
+    def _computed_frequencies(self) -> Tensor:
+        c = self.config
+        return inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings)
+
+    def _apply(self, function, recurse: bool = True) -> "Eagle3Head":
+        """`.to(...)` moves the frequencies and must not round them: in bf16 position 1,000 is off by four."""
+        super()._apply(function, recurse)
+        self._frequencies = self._computed_frequencies().to(self.d2t.device)
+        return self
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, fp32 `[R, D]` each, of integer positions `[R]`."""
-        device = str(positions.device)
-        if device not in self._frequencies:
-            c = self.config
-            self._frequencies[device] = inverse_frequencies(
-                c.head_dim, c.rope_theta, c.rope_scaling, c.max_position_embeddings, positions.device
-            )
-        angles = positions.float().unsqueeze(-1) * self._frequencies[device]  # [R, D/2]
+        angles = positions.float().unsqueeze(-1) * self._frequencies  # [R, D/2]
         angles = torch.cat((angles, angles), -1)  # [R, D]
         return angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
 

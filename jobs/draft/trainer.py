@@ -155,7 +155,8 @@ class _Run:
         dtype = torch.bfloat16 if self.cuda else torch.float32
         targets = TargetHead(verifier.lm_head, head.draft_ids.cpu(), dtype).to(ranks.device)
         unroll = Unroll(head, targets, settings.loss, every_row=self.compiled)
-        self.unroll = ranks.wrap(torch.compile(unroll) if self.compiled else unroll)
+        # Static shapes and one graph: a step that would leave the compiled path is an error, not a slow step.
+        self.unroll = ranks.wrap(torch.compile(unroll, fullgraph=True, dynamic=False) if self.compiled else unroll)
         matrices = [p for p in self.trained.values() if p.ndim > 1]
         vectors = [p for p in self.trained.values() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -219,8 +220,6 @@ class _Run:
     def _backward(self, row: PackedRow, ttt_steps: int, decay: Tensor) -> Tensor:
         """One packed row; returns its sums `[4, K]`, without gradient."""
         documents = Documents(row.lengths, self.plan.rows, self.ranks.device, flex=self.compiled)
-        if self.compiled:
-            documents.block_mask  # noqa: B018 - made here, outside the compiled region
         with torch.autocast("cuda", torch.bfloat16, enabled=self.cuda):
             unrolled = self.unroll(row, documents, ttt_steps)
         # DDP averages over ranks; the total is a sum over all rows of all ranks.

@@ -56,6 +56,16 @@ def test_norm_equals_transformers_llama():
     assert head.norm(x.bfloat16()).dtype == torch.bfloat16
 
 
+def test_a_head_in_bfloat16_keeps_exact_rotations():
+    config = small_config()
+    head = Eagle3Head.from_scratch(config, Language.make().verifier, draft_ids(config), 0)
+    positions = torch.tensor([0, 1_000, 200_000])
+    exact = head._rotation(positions)
+    for got, wanted in zip(head.to(torch.bfloat16)._rotation(positions), exact, strict=True):
+        assert torch.equal(got, wanted)
+    assert "_frequencies" not in head.state_dict()
+
+
 @pytest.mark.parametrize("own", [0, 2])
 def test_flex_attention_equals_plain(own):
     """The form for the compiled step on CUDA against the one for CPU, gradients included."""
@@ -79,7 +89,7 @@ def test_blocks_of_queries_equal_one_softmax(monkeypatch):
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, 40, 8, generator=g) for _ in range(3))
     documents = Documents((23, 9), 40)
-    ids = documents.ids
+    ids = documents.ids()
     mask = (ids[:, None] == ids[None]) & torch.ones(40, 40, dtype=torch.bool).tril()
     scores = (q @ k.transpose(1, 2) / 8**0.5).masked_fill(~mask, float("-inf"))
     torch.testing.assert_close(attend(q, k, v, [], documents), scores.softmax(-1) @ v, rtol=1e-5, atol=1e-6)
