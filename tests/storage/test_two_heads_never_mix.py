@@ -71,7 +71,7 @@ def test_two_publishers_at_the_same_time(place, tmp_path):
                 os._exit(1)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert sorted(codes) in ([0, 78], [78, 78]), codes
+    assert codes.count(0) <= 1 and set(codes) <= {0, 75, 78}, codes
     if 0 in codes:
         pull(uri, tmp_path / "back", settings)
         assert contents(tmp_path / "back") == contents(heads[codes.index(0)])
