@@ -70,9 +70,13 @@ def stage(split: str) -> GenerateStage:
     return GenerateStage(split)
 
 
-def start_engine(context: Context) -> VerifierEngine:
+def start_engine(context: Context) -> Any:
     """The engine for every split of a run: it puts out the taps under both readings, the stores select."""
     settings = context.settings
+    if settings.generate.backend == "speculators":
+        from jobs.verifier import speculators_backend  # reference only, needs compat's speculators shims
+
+        return speculators_backend.start(context)
     if settings.generate.backend == "speculators":
         from jobs.verifier import speculators_backend
 
@@ -90,9 +94,9 @@ def run_split(context: Context, split: str, *, share: float = 1.0) -> dict[str, 
     layout = layout_of(context, split, facts, chat)
     work = Existing if context.settings.generate.responses else Answering
     if context.settings.generate.backend == "speculators":
-        from jobs.verifier.speculators_backend import extract  # reference only, needs compat's speculators shims
+        from jobs.verifier import speculators_backend
 
-        return extract(context, split, layout, existing_responses(context, split, facts, layout))
+        return speculators_backend.extract(context, split, layout, existing_responses(context, split, facts, layout))
     with ResponseLog(context.states(split)) as log:
         return work(context, split, facts, chat, layout, log, share).run()
 

@@ -22,69 +22,20 @@ What is read from vLLM 0.16.0's `v1/worker/gpu_model_runner.py`, for whoever mov
 """
 
 import contextlib
-import queue
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from jobs.errors import EXIT_MUST_FIX, EXIT_TRY_AGAIN, JobError, MustFix, TryAgain
-from jobs.storage.states import StateGap, StateLayout, StateWriter
+from jobs.storage.states import StateLayout, StateWriter
+from jobs.verifier.state_thread import Span, Step, StoreThread
 
 SAMPLE_KEY = "eagle3_sample"  # extra_args: id of the sample the request's rows belong to
 LAST_TOKEN_KEY = "eagle3_last_token"  # extra_args of a prefill: the token after the fed ones
-# Steps between the compute stream and the disk. When the disk is slower the worker waits here, so
-# memory stays bounded: at most this many steps of max_num_batched_tokens rows each.
-STEPS_IN_FLIGHT = 4
 # Rows whose logits are formed at once where they have to be formed again: 256 x 163,840 fp32 = 168 MB.
 LOGIT_ROWS = 256
-
-
-@dataclass(frozen=True)
-class Span:
-    """Rows `first_row .. first_row+rows-1` of a step: positions `position ..` of one sample."""
-
-    sample: str
-    first_row: int
-    rows: int
-    position: int
-    request: int  # index in the batch
-    drafts: int  # drafted tokens among the rows, the last ones
-    sampled: bool  # the token sampled after these rows is kept
-
-
-@dataclass
-class Step:
-    """What one forward pass leaves, on its way to the writer."""
-
-    spans: list[Span]
-    taps: torch.Tensor  # [R, T, H]
-    final: torch.Tensor  # [R, H]
-    logprob: torch.Tensor  # [R] fp32, NaN where not known from a prefill
-    sampled_logprob: torch.Tensor | None  # [B, 1 + drafts] fp32
-    sampled_ids: torch.Tensor  # [B, 1 + drafts], -1 after a rejection
-    ready: torch.cuda.Event | None = None
-
-    def to_host(self, stream: "torch.cuda.Stream | None") -> "Step":
-        """The step in host memory; on a GPU by a copy on `stream`, complete when `ready` is."""
-        if stream is None:
-            return self
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for name in ("taps", "final", "logprob", "sampled_logprob", "sampled_ids"):
-                tensor = getattr(self, name)
-                if tensor is not None:
-                    # PyTorch's pinned allocator recycles these blocks, which makes the ring.
-                    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                    host.copy_(tensor, non_blocking=True)
-                    tensor.record_stream(stream)
-                    setattr(self, name, host)
-            self.ready = torch.cuda.Event()
-            self.ready.record(stream)
-        return self
 
 
 class Capture:
@@ -166,21 +117,22 @@ class Capture:
             final=state.hidden_states[:rows].clone(),  # [R, H]
             logprob=logprob,
             sampled_logprob=None if tensors is None else tensors.logprobs[:, 0].reshape(sampled.shape).float().clone(),
-            sampled_ids=sampled.clone(),
+            sampled_ids=sampled.clone() if sampled.shape[1] > 1 else None,
         )
 
     def _spans(self, scheduler_output: Any) -> list[Span]:
         runner, batch = self.runner, self.runner.input_batch
-        starts, spans = runner.query_start_loc.np, []
-        for index, request in enumerate(batch.req_ids[: batch.num_reqs]):
-            sample = (runner.requests[request].sampling_params.extra_args or {}).get(SAMPLE_KEY)
-            if sample is not None:
-                first, end = int(starts[index]), int(starts[index + 1])
+        count, drafted, spans = batch.num_reqs, scheduler_output.scheduled_spec_decode_tokens, []
+        starts = runner.query_start_loc.np[: count + 1].tolist()
+        computed = batch.num_computed_tokens_cpu[:count].tolist()
+        discarded = runner.discard_request_mask.np[:count].tolist()
+        for index, request in enumerate(batch.req_ids[:count]):
+            extra = runner.requests[request].sampling_params.extra_args
+            if extra and SAMPLE_KEY in extra:
                 spans.append(
                     Span(
-                        sample, first, end - first, int(batch.num_computed_tokens_cpu[index]), index,
-                        drafts=len(scheduler_output.scheduled_spec_decode_tokens.get(request, ())),
-                        sampled=not runner.discard_request_mask.np[index],
+                        extra[SAMPLE_KEY], starts[index], starts[index + 1] - starts[index], computed[index], index,
+                        len(drafted.get(request, ())), not discarded[index], extra.get(LAST_TOKEN_KEY),
                     )
                 )  # fmt: skip
         return spans
@@ -195,18 +147,19 @@ class Capture:
         index: list[int] = []
         tokens: list[int] = []
         for span in spans:
+            if not span.may_know_next:
+                continue
             request = self.runner.requests[self.runner.input_batch.req_ids[span.request]]
-            last_token = request.sampling_params.extra_args.get(LAST_TOKEN_KEY)
             end = span.position + span.rows
-            if last_token is None:
+            if span.last_token is None:
                 begin, stop = max(span.position, request.num_prompt_tokens - 1), end - (1 + span.drafts if span.sampled else 0)
             else:
                 begin, stop = span.position, end
             if begin >= stop:
                 continue
             following = self.runner.input_batch.token_ids_cpu[span.request, begin + 1 : stop + 1].tolist()
-            if last_token is not None and stop == request.num_prompt_tokens:
-                following[-1] = last_token
+            if span.last_token is not None and stop == request.num_prompt_tokens:
+                following[-1] = span.last_token
             index += range(span.first_row + begin - span.position, span.first_row + stop - span.position)
             tokens += following
         for at in range(0, len(index), LOGIT_ROWS):
@@ -215,94 +168,6 @@ class Capture:
             logits = self.runner.model.compute_logits(hidden[where])  # [r, V]
             result[where] = logits.log_softmax(dim=-1, dtype=torch.float32).gather(1, token[:, None])[:, 0]
         return result
-
-
-class StoreThread:
-    """A thread that writes one state store; `put`, `finish` and `discard` are handled in their order."""
-
-    def __init__(self, writer: StateWriter):
-        self.writer = writer
-        self.failure: BaseException | None = None
-        self._done: dict[str, str | None] = {}
-        self._closed: set[str] = set()
-        self._lock = threading.Lock()
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(STEPS_IN_FLIGHT)
-        self._thread = threading.Thread(target=self._loop, name="state-writer", daemon=True)
-        self._thread.start()
-
-    def put(self, step: Step) -> None:
-        self._queue.put(lambda: self._write(step))
-
-    def finish(self, samples: Sequence[tuple[str, int]], wait: bool) -> dict[str, str | None]:
-        """Ask for `samples` (id, tokens) to be made durable; returns {id: None or why it is dropped}.
-
-        Of this and earlier calls those are returned that are done by now; with `wait`, all of them.
-        """
-        if samples:
-            self._queue.put(lambda: self._finish(samples))
-        if wait:
-            self._queue.join()
-        with self._lock:
-            done, self._done = self._done, {}
-        return done
-
-    def discard(self, samples: Sequence[str]) -> None:
-        self._queue.put(lambda: self._discard(samples))
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-        # What already failed is reported once; closing lets go of the folder even so.
-        with contextlib.suppress(JobError if self.failure else ()):
-            self.writer.close()
-
-    def _loop(self) -> None:
-        while (work := self._queue.get()) is not None:
-            try:
-                if self.failure is None:
-                    work()
-            except BaseException as error:  # noqa: BLE001  it is raised in the driver, see `failure`
-                self.failure = error
-            finally:
-                self._queue.task_done()
-        self._queue.task_done()
-
-    def _write(self, step: Step) -> None:
-        if step.ready is not None:
-            step.ready.synchronize()
-        for span in step.spans:
-            if span.sample in self._closed:  # a step that was in flight when the request stopped
-                continue
-            rows = span.rows
-            if span.drafts:
-                accepted = int((step.sampled_ids[span.request] >= 0).sum()) - 1
-                rows -= span.drafts - max(accepted, 0)
-            part = slice(span.first_row, span.first_row + rows)
-            logprob = step.logprob[part].clone()  # [r]
-            if span.sampled and step.sampled_logprob is not None:
-                first = span.rows - 1 - span.drafts
-                unknown = logprob[first:].isnan()  # a prefill knows the true next token, not the sampled one
-                logprob[first:][unknown] = step.sampled_logprob[span.request, : rows - first][unknown]
-            self.writer.append(span.sample, span.position, step.taps[part], step.final[part], logprob)
-
-    def _finish(self, samples: Sequence[tuple[str, int]]) -> None:
-        done: dict[str, str | None] = {}
-        for sample, tokens in samples:
-            self._closed.add(sample)
-            try:
-                self.writer.finish(sample, tokens)
-                done[sample] = None
-            except StateGap as gap:
-                self.writer.discard(sample)
-                done[sample] = gap.sentence()
-        self.writer.sync()
-        with self._lock:
-            self._done.update(done)
-
-    def _discard(self, samples: Sequence[str]) -> None:
-        for sample in samples:
-            self._closed.add(sample)
-            self.writer.discard(sample)
 
 
 class CaptureExtension:

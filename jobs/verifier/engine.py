@@ -13,21 +13,19 @@ Prefix caching is off: a cached prefix is not computed, so it has no rows.
 import contextlib
 import dataclasses
 import os
-import signal
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.errors import EXIT_TRY_AGAIN, Interrupted, JobError, MustFix, TryAgain
+from jobs.errors import Interrupted, JobError, MustFix, TryAgain
 from jobs.settings import StatesSettings, VerifierSettings
 from jobs.storage.states import StateLayout
 from jobs.verifier.capture import LAST_TOKEN_KEY, SAMPLE_KEY, rebuild
 from jobs.verifier.facts import VerifierFacts
+from jobs.verifier.watchdog import Watchdog
 
 __all__ = ["Finished", "Request", "VerifierEngine", "VerifierFacts"]
 
@@ -35,8 +33,6 @@ __all__ = ["Finished", "Request", "VerifierEngine", "VerifierFacts"]
 WAITING_SHARE = 0.25
 # Seconds between two looks at the number of tokens, for the watchdog and the display.
 COUNT_EVERY = 0.5
-# A hung C call ignores signals: after this many more seconds the process ends itself.
-HARD_EXIT_AFTER = 60
 
 
 @dataclass(frozen=True)
@@ -352,56 +348,3 @@ def _start(arguments: dict[str, Any], model: Path) -> Any:
         raise TryAgain(
             f"The verifier engine did not start: {type(error).__name__}: {error}", where=str(model), remedy="run the same command again"
         ) from error  # fmt: skip
-
-
-@dataclass
-class Watchdog:
-    """Ends a run whose engine gives no token for `seconds`: nobody pays for eight GPUs that hang.
-
-    `look` notes progress from the loop. If none came in time, a thread interrupts the main thread
-    by a signal whose handler raises TryAgain; where even that is not delivered (a hung C call) the
-    process ends with exit code 75 after HARD_EXIT_AFTER more seconds: what is committed is safe.
-    """
-
-    seconds: float
-    count: Callable[[], int]
-    hard_exit_after: float = HARD_EXIT_AFTER
-    _last: int = -1
-    _moved: float = 0.0
-    _end: threading.Event = field(default_factory=threading.Event)
-    _previous: Any = None
-
-    def look(self) -> None:
-        tokens = self.count()
-        if tokens != self._last:
-            self._last, self._moved = tokens, time.monotonic()
-
-    def __enter__(self) -> "Watchdog":
-        self._moved = time.monotonic()
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGALRM, self._raise)
-            threading.Thread(target=self._watch, name="stall-watchdog", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        if self._previous is not None:
-            signal.signal(signal.SIGALRM, self._previous)
-
-    def _watch(self) -> None:
-        while not self._end.wait(min(1.0, self.seconds / 4)):
-            if time.monotonic() - self._moved > self.seconds:
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-                if not self._end.wait(self.hard_exit_after):
-                    print(self._error().sentence(), file=sys.stderr, flush=True)
-                    os._exit(EXIT_TRY_AGAIN)
-
-    def _error(self) -> TryAgain:
-        return TryAgain(
-            f"The verifier engine gave no token for {self.seconds:g} s", where="verifier.stall_seconds",
-            remedy="run the same command again, finished answers are kept",
-        )  # fmt: skip
-
-    def _raise(self, *_: object) -> None:
-        if not self._end.is_set():
-            raise self._error()

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jobs.errors import TryAgain
-from jobs.verifier.engine import Watchdog
+from jobs.verifier.watchdog import Watchdog
 
 
 def test_no_token_interrupts_the_main_thread():
@@ -30,7 +30,7 @@ def test_a_process_stuck_in_c_code_ends_itself_with_75():
     """A mutex locked twice by one thread: no signal handler of Python's ever runs again."""
     code = """
 import ctypes
-from jobs.verifier.engine import Watchdog
+from jobs.verifier.watchdog import Watchdog
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 with Watchdog(1, lambda: 0, hard_exit_after=1):
     libc.pthread_mutex_lock(mutex)
