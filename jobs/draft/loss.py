@@ -1,9 +1,9 @@
 """The training-time-test loss of one packed row.
 
-Row t of step k drafts token x[t+2+k]; its target is the verifier's row t+1+k (EAGLE-3 conventions
-in the README of the tests' reference, `tests/draft/test_loss_equals_plain_float64.py`). In a packed
-row both are a shift by k+1, so one target distribution per row serves all steps. A row carries loss
-at step k when
+Row t of step k drafts token x[t+2+k]; its target is the verifier's row t+1+k (EAGLE-3, arXiv
+2503.01840, section 3; written out without packing in `tests/draft/test_loss_equals_plain_float64.py`).
+In a packed row both are a shift by k+1, so one target distribution per row serves all steps. A row
+carries loss at step k when
 
 * row t+1+k is of the same document: the last k+1 rows of every document are masked;
 * the drafted token is one of the response, not of the prompt;

@@ -31,7 +31,9 @@ def theirs(folder, config, verifier, ids):
     )  # fmt: skip
     llama.architectures = ["LlamaForCausalLM"]
     llama.save_pretrained(folder)
-    tensors = {"model.embed_tokens.weight": verifier.embedding, "model.norm.weight": verifier.final_norm, "lm_head.weight": verifier.lm_head}
+    tensors = {
+        "model.embed_tokens.weight": verifier.embedding, "model.norm.weight": verifier.final_norm, "lm_head.weight": verifier.lm_head,
+    }  # fmt: skip
     save_file({name: tensor.float().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     llama._attn_implementation = "simple_flex_attention"
     speculator = SpeculatorsConfig(
