@@ -206,7 +206,7 @@ def walk(chains: np.ndarray | torch.Tensor, tokens: Sequence[int], first_row: in
         tokens: prompt and response, n ids.
         first_row: len(prompt) - 1.
         draft_tokens: K; the first K columns of the chains are used.
-        stop_before: the engine's form (see the module's docstring): count every step that starts while fewer
+        stop_before: the engine's form (see `jobs.draft.replay`): count every step that starts while fewer
             tokens than this (prompt included) are known, untruncated. Needs n >= stop_before + K - 1.
     """
     lengths = accepted_lengths(np.asarray(chains)[:, :draft_tokens], tokens, first_row)  # [rows]

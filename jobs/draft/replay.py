@@ -110,7 +110,9 @@ def judge_heads(
         moved: dict[torch.device, torch.Tensor] = {}
         for name, candidate in candidates.items():
             device = candidate.head.fc.weight.device
-            taps = moved.setdefault(device, sample.taps.to(device))[:, columns[name]]  # [n-1, 3, H]
+            if device not in moved:
+                moved[device] = sample.taps.to(device)  # [n-1, T, H], once for all heads
+            taps = moved[device][:, columns[name]]  # [n-1, 3, H]
             chains = draft_chains(candidate.head, [*prompt, *response], taps, draft_tokens, first_row=len(prompt) - 1)
             counts[name][sample_id] = count_sample(chains.cpu(), prompt, response, draft_tokens, labels=groups)
         progress(done + 1, len(ordered))
