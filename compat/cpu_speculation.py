@@ -109,13 +109,22 @@ def _patch_sampler(module: ModuleType) -> None:
         + ["bonus_token_ids", "sampling_metadata"],
     )
 
-    def verify_greedily(draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids, sampling_metadata):
+    registry.expect(NAME, module.RejectionSampler.forward, ["self", "metadata", "draft_probs", "logits", "sampling_metadata"])
+    sample = module.RejectionSampler.forward
+
+    @functools.wraps(sample)
+    def forward(self, metadata, draft_probs, logits, sampling_metadata):
+        # Before the sampler's own kernels, which are Triton's too.
         if not sampling_metadata.all_greedy:
             raise MustFix("Speculation on CPU verifies greedily only", where="sampling temperature above 0", remedy="set the temperature to 0, or run this on a GPU")
+        return sample(self, metadata, draft_probs, logits, sampling_metadata)
+
+    def verify_greedily(draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids, sampling_metadata):
         truth = target_logits.argmax(dim=-1)  # [N]
         return rejection_sample(draft_token_ids, num_draft_tokens, max_spec_len, truth, bonus_token_ids, module.PLACEHOLDER_TOKEN_ID)
 
     registry.replace(module, "rejection_sample", verify_greedily, NAME)
+    registry.replace(module.RejectionSampler, "forward", forward, NAME)
 
 
 def _patch_runner(module: ModuleType) -> None:
@@ -163,6 +172,7 @@ SHIM = registry.Shim(
     patches=(
         f"{CONFIG}.SpeculativeConfig.__init__",
         f"{SAMPLER}.rejection_sample",
+        f"{SAMPLER}.RejectionSampler.forward",
         f"{CPU_RUNNER}.CPUModelRunner.__init__",
         f"{CPU_RUNNER}.CPUModelRunner.load_model",
         f"{CPU_RUNNER}.CPUModelRunner._copy_draft_token_ids_to_cpu",

