@@ -26,9 +26,9 @@ QUESTIONS = [f"What does the function number {i} return?" for i in range(40)]
 
 @pytest.fixture(scope="module")
 def engine():
-    torch.set_num_threads(1)
     taps = VerifierFacts.read(CHECKPOINT).both_readings(None)
     made = VerifierEngine(CHECKPOINT, VerifierSettings(**SMALL["verifier"]), seed=3, capture_taps=taps)
+    torch.set_num_threads(1)  # vLLM takes one a core; a tiny model only waits for them
     yield made
     made.close()
 
@@ -53,6 +53,20 @@ def test_eval_keeps_both_readings_and_train_the_three_taps(engine, tmp_path):
     store = StateStore(folder / "states/train")
     assert store.layout.taps == (2, 5, 7)
     assert store.verify().rows == sum(store.response(i).rows for i in store.ids())
+
+
+def test_train_states_can_be_fp8_and_eval_states_never_are(engine, tmp_path):
+    rows = [prompt(i, QUESTIONS[i], split="eval" if i < 2 else "train") for i in range(5)]
+    plain, small = prepare(tmp_path / "plain", rows), prepare(tmp_path / "small", rows, states={"dtype": "fp8", "shard_mib": 4})
+    for folder in (plain, small):
+        run(folder, "eval", engine)
+        run(folder, "train", engine)
+    assert StateStore(small / "states/eval").layout.dtype == "float32"
+    exact, stored = StateStore(plain / "states/train"), StateStore(small / "states/train")
+    assert stored.layout.dtype == "float8_e4m3fn" and stored.ids() == exact.ids()
+    for sample_id in exact.ids():
+        a, b = exact.read(sample_id), stored.read(sample_id)
+        assert 0 < ((a.taps - b.taps.float()).norm(dim=-1) / a.taps.norm(dim=-1)).max() < 0.05
 
 
 def test_every_turn_sees_the_verifiers_own_earlier_answers(engine, chat, tmp_path):

@@ -20,12 +20,13 @@ SETTINGS = VerifierSettings(dtype="float32", max_model_len=512, max_num_seqs=16,
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs g++")
 def test_compiled_states_equal_the_reference(tmp_path):
-    torch.set_num_threads(1)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
     engine = VerifierEngine(CHECKPOINT, SETTINGS, seed=0, capture_taps=TAPS)
+    torch.set_num_threads(1)
     try:
-        compiled = engine._llm.llm_engine.vllm_config.compilation_config
-        assert compiled.mode.name != "NONE" and compiled.backend == "inductor"
-        torch._dynamo.utils.counters.clear()
+        assert engine._llm.llm_engine.vllm_config.compilation_config.backend == "inductor"
+        assert counters["stats"]["unique_graphs"] >= 1, "nothing was compiled"
         store = answer_into(engine, tmp_path, requests(16))
     finally:
         engine.close()
