@@ -78,6 +78,7 @@ $docker import -c "ENV PIP_CERT=$ca SSL_CERT_FILE=$ca REQUESTS_CA_BUNDLE=$ca" "$
 say "base image is ready"
 
 # --- build ------------------------------------------------------------------------------------------------------------
+rm -rf "$work/context"
 cp -r "$clone" "$work/context"
 build() { # target, tag, base, then more arguments; output goes to $work/build-TAG.log
   local target=$1 tag=$2 from=$3
@@ -125,6 +126,7 @@ check "where nothing was written it is not healthy" contains "$unhealthy" "rc=1"
 # --- the job: any user id, no network but the S3 server, stopped in mid-run, continued by compose ---------------------------
 s3=$($docker run -d --network none -e RCLONE_CONFIG=/tmp/none --entrypoint /usr/bin/tini eagle3-job:s3 -- \
   /bin/sh -c 'mkdir -p /data/heads && exec rclone serve s3 --addr 127.0.0.1:9000 --auth-key rehearsal,rehearsal-only /data')
+$docker volume rm -f eagle3-test-data >/dev/null # of an earlier test in a kept IMAGE_TEST_DIR
 $docker volume create eagle3-test-data >/dev/null
 push=(--set push.uri=s3://heads/smoke --set push.endpoint_url=http://127.0.0.1:9000 --set push.path_style=true)
 keys=(AWS_ACCESS_KEY_ID=rehearsal AWS_SECRET_ACCESS_KEY=rehearsal-only)
@@ -161,7 +163,7 @@ compose() { docker-compose -f "$work/context/docker-compose.yml" -f "$work/overr
 compose up --no-build --no-color --no-log-prefix --exit-code-from smoke smoke >"$work/continued.log" 2>"$work/compose.log"
 code=$?
 check "the same command through compose continues it and exits with 0" equals "$code" 0
-[ "$code" = 0 ] || tail -n 20 "$work/continued.log"
+[ "$code" = 0 ] || tail -n 20 "$work/compose.log" # what the job said on standard error
 verdict=$(grep '^{"status"' "$work/continued.log" | tail -n 1)
 check "it is done" contains "$verdict" '"status": "done"'
 check "it is published to the S3 server" contains "$verdict" '"published": "s3://heads/smoke"'
