@@ -2,8 +2,8 @@
 
 Only what the *user's side* says is kept (system, user and tool turns): the verifier answers every
 turn itself, in the context of its own earlier answers, so a data set's assistant turns are
-discarded. Train and eval are disjoint by content, not by id: a training row that shares any user
-turn with the eval split is dropped. Which rows are taken depends on the seed and on their ids,
+discarded. Train and eval are disjoint by content, not by id: a training row with a turn that opens
+an eval conversation is dropped. Which rows are taken depends on the seed and on their ids,
 never on the order of the file.
 """
 
@@ -49,7 +49,8 @@ def run(context: Context) -> dict[str, Any]:
     if settings.eval_source:
         marked = pick.distinct(read(context, settings.model_copy(update={"source": settings.eval_source})))
     evaluation = pick.fitting(_seeded_order(marked or rows, seed), settings.eval_samples)
-    held_out = {turn for row in evaluation for turn in _user_turns(row)}
+    # The opening turn is what a conversation is about; "And then?" may follow in both splits.
+    held_out = {_user_turns(row)[0] for row in evaluation}
     training: list[dict[str, Any]] = []
     for part in settings.mix:
         training += pick.fitting(pick.disjoint(pick.distinct(read(context, part)), held_out, seed), part.samples)
@@ -173,7 +174,7 @@ class _Picker:
         return kept
 
     def disjoint(self, rows: list[dict[str, Any]], held_out: set[str], seed: int) -> list[dict[str, Any]]:
-        """Rows that share no user turn with the eval split, in seeded order."""
+        """Rows without a turn that opens an eval conversation, in seeded order."""
         kept = [row for row in rows if not held_out & set(_user_turns(row))]
         self.counts["in_eval_too"] += len(rows) - len(kept)
         return _seeded_order(kept, seed)

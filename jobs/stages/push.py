@@ -28,6 +28,8 @@ def run(context: Context) -> dict[str, Any]:
     done = publish(
         context.path / "head", uri, context.settings.push, state=context.path / "push-state.json",
         progress=lambda sent, total: context.progress(sent / 1e6, total / 1e6, "MB"), should_stop=context.should_stop,
+        # A run may replace what it published itself (a redone training), never another run's head.
+        replace=context.run.ledger["published"] == uri,
     )  # fmt: skip
     context.run.ledger["published"] = uri
     write_json_atomically(context.path / "published.json", {"uri": uri, "manifest": done.manifest_sha256})
