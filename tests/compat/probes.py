@@ -54,7 +54,7 @@ def refusals() -> dict:
         "unpatched": before["scheduler"] is vllm.config.scheduler.SchedulerConfig.__init__ and before["decoder"] is decoder.DeepseekV2Model.forward,
         "known_patched": registry.original(pool.BlockPool.cache_full_blocks) is cache and pool.BlockPool.cache_full_blocks is not cache,
         "unknown_name": outcome(lambda: compat.apply(["scheduler_confg"])),
-        "doctor": {row["name"]: row["note"] for row in doctor.report()["shims"]},
+        "doctor": {shim.name: doctor.examine(shim)["note"] for shim in registry.shims()[:3]},
     }
 
 

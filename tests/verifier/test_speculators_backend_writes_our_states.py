@@ -19,6 +19,7 @@ from jobs.verifier.tiny import CHECKPOINT
 
 STAGES = Path(__file__).parents[1] / "stages"
 CLOSE = 1e-4
+torch.set_num_threads(1)
 pytestmark = pytest.mark.slow
 
 
@@ -44,7 +45,7 @@ def made(tmp_path_factory):
     from generate_in_process import prepare
 
     folder = tmp_path_factory.mktemp("speculators")
-    given = responses(14)
+    given = responses(12)
     with ResponseLog(folder / "given" / "eval") as log:
         for response in given:
             log.append(response)
