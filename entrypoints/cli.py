@@ -173,8 +173,9 @@ def status(run: Path, as_json: bool, debug: bool) -> dict[str, Any]:
 def report(run: Path, as_json: bool, debug: bool) -> dict[str, Any]:
     """Write report.html of a run, finished or not."""
     from jobs.reporting.report import write_report
+    from jobs.run import RunDirectory
 
-    path = write_report(run)
+    path = write_report(RunDirectory(run, read_only=True).path)
     return {"report": str(path), "text": str(path)}
 
 

@@ -14,7 +14,7 @@ JOB = [sys.executable, "-m", "entrypoints.cli"]
 
 
 def run(*arguments: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([*JOB, *arguments], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run([*JOB, *arguments], capture_output=True, text=True, timeout=300, **options)
 
 
 def answer(done: subprocess.CompletedProcess) -> dict:
@@ -66,7 +66,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     holder = subprocess.Popen(
-        [sys.executable, "-c", f"import time; from pathlib import Path; from jobs.run import RunDirectory; RunDirectory(Path({str(folder)!r})); print('held', flush=True); time.sleep(60)"],
+        [sys.executable, "-c", f"import time; from pathlib import Path; from jobs.run import RunDirectory; run = RunDirectory(Path({str(folder)!r})); print('held', flush=True); time.sleep(60)"],
         stdout=subprocess.PIPE,
     )
     try:
