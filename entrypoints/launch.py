@@ -125,16 +125,20 @@ def noise_in(log: Path) -> Iterator[TextIO]:
 
     vLLM alone prints a hundred lines at every start: the person would not see the one that counts.
     """
+    sys.stdout.flush()
     sys.stderr.flush()
     real = os.dup(2)
     with open(log, "ab", buffering=0) as file:
-        os.dup2(file.fileno(), 2)
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
     with open(real, "w", encoding=sys.stderr.encoding, errors="backslashreplace", buffering=1, closefd=False) as terminal:
         try:
             yield terminal
         finally:
+            sys.stdout.flush()
             sys.stderr.flush()
-            os.dup2(real, 2)
+            for descriptor in (1, 2):
+                os.dup2(real, descriptor)
             os.close(real)
 
 

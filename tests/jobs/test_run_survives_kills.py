@@ -33,8 +33,9 @@ def killed_run(tmp_path_factory):
     kill(process)
     process.wait()
 
+    starts = (folder / "events.jsonl").read_text().count("run started")
     process = start(folder)
-    wait_for(lambda: '"stage":"train"' in (folder / "events.jsonl").read_text().rpartition("run started")[2], process)
+    wait_for(lambda: '"stage":"train"' in (folder / "events.jsonl").read_text().split("run started", starts + 1)[-1] and (folder / "events.jsonl").read_text().count("run started") > starts, process)
     kill(process, signal.SIGTERM)
     story["terminated_in_training"] = finish(process)
     story["final"] = run(folder)
