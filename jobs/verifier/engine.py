@@ -85,7 +85,9 @@ class VerifierEngine:
         self.model, self.settings, self.capture_taps = Path(model), settings, tuple(sorted(capture_taps))
         self.facts = VerifierFacts.read(self.model)
         self.tokens = 0  # decoded by this engine so far, running answers included
+        self._ended_tokens, self._counted_at = 0, 0.0
         self._open = False
+        self._dead = False  # it failed or hangs: it is closed, and not asked anything any more
         self._running: dict[str, Request] = {}
         arguments = _arguments(self.model, settings, self.facts, seed, self.capture_taps) | (engine_arguments or {})
         if arguments["dtype"] not in ("bfloat16", "float32"):
@@ -118,7 +120,8 @@ class VerifierEngine:
     def close_store(self) -> None:
         if self._open:
             self._open = False
-            self._rpc("capture_close")
+            if not self._dead:
+                self._rpc("capture_close")
 
     def discard(self, samples: Iterable[str]) -> None:
         """Forget the rows of samples that will not be committed, and stop those still being decoded."""
@@ -145,16 +148,18 @@ class VerifierEngine:
         """
         source, backlog = iter(requests), deque[Request]()
         durable_soon: dict[str, Finished] = {}
-        with Watchdog(self.settings.stall_seconds, lambda: self.tokens) as watchdog, self._as_try_again(should_stop):
+        with Watchdog(self.settings.stall_seconds, lambda: self.tokens) as watchdog, self._abandoning():
             while True:
                 stopping = should_stop()
                 if not stopping:
                     self._fill(source, backlog)
-                fresh = self._step() if self._running and not stopping else []
-                watchdog.look()
-                durable_soon |= {finished.request.id: finished for finished in fresh}
-                idle = stopping or not self._running
-                for finished in self._settle(fresh, durable_soon, wait=idle):
+                with self._as_try_again(should_stop):
+                    fresh = self._step() if self._running and not stopping else []
+                    watchdog.look()
+                    durable_soon |= {finished.request.id: finished for finished in fresh}
+                    idle = stopping or not self._running
+                    settled = self._settle(fresh, durable_soon, wait=idle)
+                for finished in settled:
                     backlog.extend(on_finished(finished))
                 if stopping:
                     raise Interrupted("Stopped while the verifier was answering", remedy="run the same command again to continue")
@@ -231,9 +236,6 @@ class VerifierEngine:
             raise rebuild(reply["failure"])
         return settled
 
-    _ended_tokens = 0
-    _counted_at = 0.0
-
     def _count_tokens(self) -> None:
         """Bring `tokens` up to date. Outputs are reported at the end of an answer only, which spares
         the driver an object a token; the running ones are looked up in vLLM's output processor."""
@@ -251,14 +253,10 @@ class VerifierEngine:
         """What vLLM raises while it runs is a dead worker or a failing device: the run may be continued."""
         try:
             yield
-        except TryAgain as error:
-            self._abandon(answers=isinstance(error, Interrupted))
-            raise
         except (JobError, OSError):
-            self._abandon(answers=True)
             raise
         except Exception as error:
-            self._abandon(answers=False)
+            self._dead = True
             if should_stop():  # Ctrl-C reaches the workers too, and they are gone first
                 raise Interrupted("Stopped while the verifier was answering", remedy="run the same command again to continue") from error
             raise TryAgain(
@@ -266,13 +264,19 @@ class VerifierEngine:
                 remedy="run the same command again, finished answers are kept",
             ) from error  # fmt: skip
 
-    def _abandon(self, *, answers: bool) -> None:
-        """Drop what is in flight, so that the engine can be closed; one that does not answer is not asked."""
-        if answers:
-            with contextlib.suppress(Exception):
-                self.discard(list(self._running))
-        self._open = self._open and answers
-        self._running.clear()
+    @contextlib.contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Drop what is in flight if the run does not end by itself, so that the engine can serve another one."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, TryAgain) and not isinstance(error, Interrupted):
+                self._dead = True
+            if not self._dead:
+                with contextlib.suppress(Exception):
+                    self.discard(list(self._running))
+            self._running.clear()
+            raise
 
     def close(self) -> None:
         """Close the store, end every process of the engine and give its memory back."""

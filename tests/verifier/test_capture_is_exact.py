@@ -116,3 +116,16 @@ def test_a_lost_row_drops_the_sample_and_names_it(engine, tmp_path, monkeypatch)
     assert set(finished) == {"s00#0", "s01#0", "s02#0"}
     assert finished["s00#0"].dropped is None and finished["s02#0"].dropped is None
     assert "s01#0" in finished["s01#0"].dropped and "position" in finished["s01#0"].dropped
+
+
+def test_a_fault_of_the_caller_is_not_blamed_on_the_engine(engine):
+    """A bug must not look like a passing fault (75, "run it again"), and the engine serves on after it."""
+
+    def broken(finished: Finished) -> tuple:
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError, match="a bug"):
+        engine.run([Request(f"b{i}#0", [5] * 20, max_tokens=4, ignore_eos=True) for i in range(4)], broken)
+    answers: list[Finished] = []
+    engine.run([Request(f"c{i}#0", [5] * 20, max_tokens=4, ignore_eos=True) for i in range(4)], lambda f: answers.append(f) or ())
+    assert sorted(f.request.id for f in answers) == ["c0#0", "c1#0", "c2#0", "c3#0"]
