@@ -248,7 +248,7 @@ class Eagle3Head(nn.Module):
 
         draft_ids: target ids of the draft vocabulary `[Vd]`, ascending. MustFix where the shapes of
         verifier and config disagree. The scheme is the one that learned fastest on a tiny verifier:
-        1.81 against 1.53 mean acceptance length for the output head alone (recipe tiny_head).
+        1.81 against 1.53 mean acceptance length for the output head alone.
         """
         verifier.check(config.vocab_size, config.hidden_size)
         head = cls(config).to(torch.float32)
