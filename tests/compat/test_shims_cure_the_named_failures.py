@@ -8,6 +8,8 @@ from probing import run_probe
 
 from compat.registry import shims
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):

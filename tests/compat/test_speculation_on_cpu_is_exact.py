@@ -6,6 +6,7 @@ from probing import run_probe
 from compat.cpu_speculation import rejection_sample
 
 TOKENS = 40
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
