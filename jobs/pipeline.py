@@ -155,6 +155,7 @@ def refuse_stale_work(context: Context, stage: Any) -> None:
     """Paid work, finished or begun, is not thrown away because a setting changed."""
     changes = what_changed(context, stage)
     if changes and stage.NAME in PAID_STAGES:
+        context.run.take_settings_back()
         raise MustFix(
             f"Stage {stage.NAME} was begun under other settings or inputs: {'; '.join(changes)}",
             where=str(context.path), remedy=f"go back to them, take another --run-dir, or pay again with --redo {stage.NAME}",
@@ -190,7 +191,10 @@ def translate(error: Exception, path: Path) -> JobError:
 
 def _stopped_by_gate(context: Context, name: str) -> bool:
     gate = context.run.ledger["gate"]
-    return bool(gate) and gate["verdict"] == "no_go" and not context.force and STAGES.index(name) > STAGES.index("baseline")
+    if not gate or gate["verdict"] != "no_go" or STAGES.index(name) <= STAGES.index("baseline"):
+        return False
+    gate["forced"] = context.force
+    return not context.force
 
 
 def _identities(context: Context, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:

@@ -75,6 +75,7 @@ class RunDirectory:
 
     def begin(self, settings: Settings) -> None:
         """Start or continue the ledger under these settings."""
+        self._earlier_settings = self.ledger.get("settings")
         if not self.ledger:
             self.ledger = {
                 "version": LEDGER_VERSION, "job": settings.job.name, "status": "running", "created": now(),
@@ -87,6 +88,11 @@ class RunDirectory:
             "cost": {"amount": self.ledger.get("cost", {}).get("amount", 0.0), "currency": settings.rental.currency},
         }  # fmt: skip
         self.save()
+
+    def take_settings_back(self) -> None:
+        """Forget the settings of this start: they were refused, and the next start must not inherit them."""
+        if self._earlier_settings is not None:
+            self.ledger["settings"] = self._earlier_settings
 
     def save(self) -> None:
         write_json_atomically(self.path / "run.json", self.ledger)

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from jobs.draft.vocabulary import DraftVocabulary, build
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
@@ -48,8 +50,17 @@ def run(context: Context) -> dict[str, Any]:
             f"The draft vocabulary covers {coverage:.1%} of the response tokens, vocab.min_coverage asks for {context.settings.vocab.min_coverage:.0%}",
             where="vocab", remedy="raise vocab.size, or lower vocab.min_coverage knowingly",
         )  # fmt: skip
-    replace(chosen, coverage=coverage).save(context.path / "vocab.safetensors")
+    _save(context.path / "vocab.safetensors", replace(chosen, coverage=coverage))
     return {"size": chosen.size, "coverage": round(coverage, 5), "counted_tokens": sum(counts.values()), "map_from": source}
+
+
+def _save(path: Path, vocabulary: DraftVocabulary) -> None:
+    """Leave an equal file alone: safetensors writes its metadata in any order, and training would look stale."""
+    if path.exists():
+        earlier = DraftVocabulary.load(path)
+        if torch.equal(earlier.d2t, vocabulary.d2t) and torch.equal(earlier.t2d, vocabulary.t2d):
+            return
+    vocabulary.save(path)
 
 
 def map_split(context: Context) -> str:
