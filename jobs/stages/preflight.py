@@ -18,7 +18,7 @@ from jobs.run import Context
 from jobs.settings import Settings
 from jobs.stages import hub
 from jobs.storage import bucket
-from jobs.storage.files import write_json_atomically
+from jobs.storage.files import read_json, write_json_atomically
 from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.tiny import CHECKPOINT
 
@@ -49,7 +49,7 @@ def run(context: Context) -> dict[str, Any]:
         sentences = list(check(context))
         problems += sentences
         found[name] = {"seconds": round(time.monotonic() - begun, 3), "problems": sentences}
-    write_json_atomically(context.path / "preflight.json", {"checks": found})
+    write_json_atomically(context.path / "preflight.json", {"versions": context.run.ledger["versions"], "checks": found})
     if problems:
         raise MustFix(f"Preflight found {len(problems)} problem(s): {' | '.join(problems)}", where=str(context.path / "preflight.json"), remedy="mend them and run the same command again")
     return {"checks": len(found)}
@@ -70,11 +70,18 @@ def _versions(context: Context) -> Iterator[str]:
 
 
 def _shims(context: Context) -> Iterator[str]:
-    from compat.doctor import report
+    """Signatures are those of the installed versions: looked at once for each set of them, it costs many imports."""
+    earlier = context.path / "preflight.json"
+    if earlier.exists():
+        last = read_json(earlier)
+        if last.get("versions") == context.run.ledger["versions"] and last["checks"]["shims"]["problems"] == []:
+            return
+    from compat import doctor, registry
 
-    for shim in report()["shims"]:
-        if shim.get("problem"):
-            yield f"shim {shim['name']}: {shim['problem']}"
+    for shim in registry.shims():
+        row = doctor.examine(shim)
+        if row["note"]:
+            yield f"shim {row['name']}: {row['note']}"
 
 
 def _devices(context: Context) -> Iterator[str]:
