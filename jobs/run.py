@@ -206,7 +206,6 @@ class Context:
     display: Any
     should_stop: StopSignal = field(default_factory=StopSignal)
     start_engine: Callable[["Context"], Any] | None = None
-    dry_run: bool = False
     force: bool = False
     loads: int = 0
     _engine: Any = None

@@ -16,7 +16,7 @@ from typing import Any
 from jobs.errors import JobError, MustFix
 from jobs.run import Context
 from jobs.settings import Settings
-from jobs.stages import hub
+from jobs.stages import hub, push
 from jobs.storage import bucket
 from jobs.storage.files import read_json, write_json_atomically
 from jobs.verifier.facts import VerifierFacts
@@ -185,9 +185,8 @@ def misfits(settings: Settings, facts: VerifierFacts) -> list[str]:
 
 
 def _destination(context: Context) -> Iterator[str]:
-    uri = context.settings.push.uri or (context.path / "published").as_uri()
     try:
-        bucket.probe(uri, context.settings.push)
+        bucket.probe(push.destination(context), context.settings.push)
     except JobError as error:
         yield error.sentence()
 
