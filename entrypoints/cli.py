@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from jobs.errors import EXIT_BUG, EXIT_DONE, JobError, MustFix
+from jobs.errors import EXIT_DONE, JobError
 
 # Before torch and vLLM are imported, in this process and all it starts. vLLM logs to standard output unless told
 # otherwise, and reports its use to its makers. OpenMP's active waiting makes two threads on a busy machine 20 to 60

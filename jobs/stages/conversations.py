@@ -57,7 +57,7 @@ def read_conversations(path: Path, split: str, seed: int) -> list[Conversation]:
             raise MustFix(f"The line is no prompt: {type(error).__name__} {error}", where=f"{path}, line {number}", remedy="run the stage `prompts` again") from error
         if conversation.turns:
             found.append(conversation)
-    found.sort(key=lambda c: hashlib.sha256(f"{seed}:{c.id}".encode()).digest())
+    found.sort(key=lambda c: seeded(seed, c.id))
     for order, conversation in enumerate(found):
         conversation.order = order
     return found
@@ -78,3 +78,8 @@ def turns_of(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
             turns.append(said)
             said = []
     return turns
+
+
+def seeded(seed: int, identity: str) -> bytes:
+    """32 bytes that order, draw or seed by identity alone, so that nothing depends on the order of arrival."""
+    return hashlib.sha256(f"{seed}:{identity}".encode()).digest()

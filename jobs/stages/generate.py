@@ -11,7 +11,6 @@ seed. A token budget takes a prefix of the conversations in seeded order: a fini
 committed as soon as it is certain to belong to it, so only answers near the end of the budget wait.
 """
 
-import hashlib
 import math
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ from jobs.errors import MustFix
 from jobs.run import Context
 from jobs.stages import initial
 from jobs.stages.budget import Budget
-from jobs.stages.conversations import Conversation, read_conversations
+from jobs.stages.conversations import Conversation, read_conversations, seeded
 from jobs.storage.responses import RESPONSES, Response, ResponseLog, scan_responses
 from jobs.storage.shards import STORE
 from jobs.storage.states import StateLayout
@@ -371,10 +370,6 @@ def _refuse_other_verifier(folder: Path, layout: StateLayout) -> None:
                 f"{theirs.verifier} at {getattr(theirs, what)[:12]}, this one is {getattr(layout, what)[:12]}",
                 where=str(folder / STORE), remedy="use that verifier, or generate the responses again",
             )  # fmt: skip
-
-
-def seeded(seed: int, identity: str) -> bytes:
-    return hashlib.sha256(f"{seed}:{identity}".encode()).digest()
 
 
 def sample_seed(seed: int, sample: str) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from jobs.errors import MustFix, TryAgain
 from jobs.run import Context
 from jobs.settings import PromptSource, PromptsSettings
-from jobs.stages.conversations import turns_of
+from jobs.stages.conversations import seeded, turns_of
 from jobs.storage.files import write_atomically
 from jobs.verifier.chat import Chat
 from jobs.verifier.tiny import PROMPTS as SHIPPED
@@ -145,7 +145,7 @@ def _user_turns(row: dict[str, Any]) -> list[str]:
 
 
 def _seeded_order(rows: Iterable[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    return sorted(rows, key=lambda row: hashlib.sha256(f"{seed}:{row['id']}".encode()).digest())
+    return sorted(rows, key=lambda row: seeded(seed, row["id"]))
 
 
 class _Picker:
@@ -186,7 +186,7 @@ class _Picker:
             if len(kept) == wanted:
                 break
             self.context.should_stop.raise_if_set()
-            draw = int.from_bytes(hashlib.sha256(f"{seed}:thinking:{row['id']}".encode()).digest()[:8]) / 2**64
+            draw = int.from_bytes(seeded(seed, f"thinking:{row['id']}")[:8]) / 2**64
             thinking = draw < settings.thinking_share
             if len(self.chat.render(turns_of(row["messages"])[0], thinking)) > settings.max_prompt_tokens:
                 self.counts["too_long"] += 1
