@@ -23,31 +23,32 @@ SETTINGS = VerifierSettings(
 ENDLESS = [Request(f"e{i}#0", [7, 8, 9], max_tokens=500, ignore_eos=True) for i in range(8)]
 
 
-def workers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+def children() -> set[psutil.Process]:
+    alive = {child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+    return {child for child in alive if "resource_tracker" not in " ".join(child.cmdline())}
 
 
 @pytest.fixture
 def engine(monkeypatch):
+    """A loaded engine, and the processes it started."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = set(workers())
+    before = children()  # servers of other tests may live on in this process
     made = VerifierEngine(CHECKPOINT, SETTINGS, seed=0, capture_taps=TAPS)
-    yield made
+    yield made, children() - before
     made.close()
-    assert not [worker for worker in workers() if worker not in before and "resource_tracker" not in " ".join(worker.cmdline())], "workers were left behind"
+    assert not children() - before, "workers were left behind"
 
 
-def fault(engine: VerifierEngine, folder, number: int) -> float:
+def fault(engine: VerifierEngine, workers: set[psutil.Process], folder, number: int) -> float:
     """Send a signal to one worker in the middle of decoding; seconds until the run ended with TryAgain."""
     engine.open_store(folder, layout_of(engine), StatesSettings(shard_mib=16))
-    sent = []
+    sent, enough = [], engine.tokens + 100
 
     def strike() -> None:
-        while engine.tokens < 100:
+        while engine.tokens < enough:
             time.sleep(0.05)
-        victim = next(worker for worker in workers() if "resource_tracker" not in " ".join(worker.cmdline()))
         sent.append(time.monotonic())
-        os.kill(victim.pid, number)
+        os.kill(min(workers, key=lambda worker: worker.pid).pid, number)
 
     threading.Thread(target=strike, daemon=True).start()
     with pytest.raises(TryAgain) as failure:
@@ -57,11 +58,12 @@ def fault(engine: VerifierEngine, folder, number: int) -> float:
 
 
 def test_states_are_exact_and_a_killed_worker_is_a_passing_fault(engine, tmp_path):
+    engine, workers = engine
     store = answer_into(engine, tmp_path / "states", requests(16))
     assert len(store.ids()) == 16
     assert_equals_reference(store, Reference(CHECKPOINT))
-    assert fault(engine, tmp_path / "killed", signal.SIGKILL) < 60
+    assert fault(engine, workers, tmp_path / "killed", signal.SIGKILL) < 60
 
 
 def test_a_hung_worker_is_noticed_by_the_watchdog(engine, tmp_path):
-    assert 4 < fault(engine, tmp_path / "hung", signal.SIGSTOP) < 60
+    assert 4 < fault(*engine, tmp_path / "hung", signal.SIGSTOP) < 60
