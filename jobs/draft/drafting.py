@@ -121,7 +121,7 @@ def _split(x: Tensor, heads: int) -> Tensor:
 
 def _rotated(head: Eagle3Head, x: Tensor, heads: int, positions: Tensor) -> Tensor:
     """[c, heads * D] at positions [c] -> [heads, c, D]; the rotation in fp32, as in training."""
-    return rotate(_split(x, heads).float(), *head._rotation(positions)).to(x.dtype)
+    return rotate(_split(x, heads).float(), *head.rotation(positions)).to(x.dtype)
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, own: Sequence[tuple[Tensor, Tensor]], at: Tensor) -> Tensor:

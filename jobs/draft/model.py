@@ -186,7 +186,7 @@ class Eagle3Head(nn.Module):
         self._frequencies = self._computed_frequencies().to(self.d2t.device)
         return self
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, fp32 `[R, D]` each, of integer positions `[R]`."""
         angles = positions.float().unsqueeze(-1) * self._frequencies  # [R, D/2]
         angles = torch.cat((angles, angles), -1)  # [R, D]
@@ -210,7 +210,7 @@ class Eagle3Head(nn.Module):
         Returns the next feature `[R, H]`; `logits` of it are the distribution of x[t+2+k].
         """
         embedded = self.embed_tokens(tokens).to(feature.dtype)  # [R, H]
-        cosine, sine = self._rotation(positions + len(cache))  # [R, D]
+        cosine, sine = self.rotation(positions + len(cache))  # [R, D]
         return self.layers[0](embedded, feature, cosine, sine, cache, documents)
 
     def logits(self, feature: Tensor) -> Tensor:
