@@ -60,8 +60,8 @@ def test_a_head_in_bfloat16_keeps_exact_rotations():
     config = small_config()
     head = Eagle3Head.from_scratch(config, Language.make().verifier, draft_ids(config), 0)
     positions = torch.tensor([0, 1_000, 200_000])
-    exact = head._rotation(positions)
-    for got, wanted in zip(head.to(torch.bfloat16)._rotation(positions), exact, strict=True):
+    exact = head.rotation(positions)
+    for got, wanted in zip(head.to(torch.bfloat16).rotation(positions), exact, strict=True):
         assert torch.equal(got, wanted)
     assert "_frequencies" not in head.state_dict()
 
