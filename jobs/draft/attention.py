@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+BLOCK = 128  # rows of a block of flex attention's mask
 QUERY_BLOCK = 256  # rows of one block of the plain form: 256 x 8192 x 64 heads fp32 is 0.5 GB
 
 
@@ -55,14 +56,42 @@ class Documents:
         return torch.arange(len(self.spans), dtype=torch.int32).repeat_interleave(lengths).to(self.device)  # [R]
 
     def _block_mask(self):
-        from torch.nn.attention.flex_attention import create_block_mask
+        """Of every block of queries, which blocks of keys it sees in part and which whole.
+
+        Made from the documents' ends on the CPU, a block at a time: `create_block_mask` would make the
+        mask of all R x R pairs on the GPU, for every packed row.
+        """
+        from torch.nn.attention.flex_attention import BlockMask
 
         ids = self.ids()
 
         def causal_within_document(_batch, _head, query, key):
             return (query >= key) & (ids[query] == ids[key])
 
-        return create_block_mask(causal_within_document, None, None, self.rows, self.rows, device=self.device)
+        first, last = _ends_of_blocks(self.spans, self.rows)
+        earlier = torch.ones(len(first), len(first), dtype=torch.bool).tril(-1)  # [q, k]: block k lies before q
+        # Documents follow each other: two blocks share one if the later begins before the earlier's last ends.
+        whole = earlier & (first[None, :] == last[:, None])  # [q, k]: one and the same document in both
+        if self.rows % BLOCK:
+            whole[-1] = False  # the last block of queries is no whole one
+        partly = (earlier & (last[None, :] >= first[:, None]) & ~whole) | torch.eye(len(first), dtype=torch.bool)
+        lists = [x.to(self.device) for x in (*_ordered(partly), *_ordered(whole))]
+        lengths = (self.rows, self.rows)
+        return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=causal_within_document, seq_lengths=lengths)
+
+
+def _ends_of_blocks(spans: Sequence[tuple[int, int]], rows: int) -> tuple[Tensor, Tensor]:
+    """Number of the document of each block's first and last row, `[rows / BLOCK]` each."""
+    ends = torch.tensor([end for _, end in spans])
+    first = torch.arange(0, rows, BLOCK)
+    last = (first + BLOCK - 1).clamp(max=rows - 1)
+    return torch.searchsorted(ends, first, right=True), torch.searchsorted(ends, last, right=True)
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """bool `[q, k]` -> how many of each row are true `[1, 1, q]`, and their numbers first `[1, 1, q, k]`."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
 
 
 def _by_document(query: Tensor, key: Tensor, value: Tensor, spans: Sequence[tuple[int, int]]):

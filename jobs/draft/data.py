@@ -39,6 +39,7 @@ class PackedRow:
     positions: Tensor  # [R] int64: place in the sample
     lengths: tuple[int, ...]  # of the documents
     sample_ids: tuple[str, ...]
+    covered: Tensor | None = None  # [R] bool: the verifier's argmax there can be drafted; None: not known yet
 
     @property
     def used(self) -> int:

@@ -16,9 +16,14 @@ SUMS; the trainer divides once, after the gradients are summed, so the result do
 the rows were spread over ranks.
 
 Precision: softmax, KL and sums in fp32; the matmuls in what autocast says. Target distributions come
-from the verifier's final state with its frozen head at every step and are stored nowhere. Over
-`CHUNK_BYTES` of logits the rows go through in chunks that are recomputed in the backward pass: the
-fp32 log-probabilities of 4,096 rows x 32,000 draft ids would be half a gigabyte three times over.
+from the verifier's final state with its frozen head, once a packed row for all its steps, and are
+stored nowhere. Whether the verifier's argmax can be drafted is a fact of the data, not of training:
+`jobs.draft.coverage` finds it out once, since the product with all 163,840 rows costs an eighth of a step.
+
+Memory: eager operations keep several fp32 copies of their logits, so over `EAGER_BYTES` rows go
+through in chunks that are computed again in the backward pass. The compiled step fuses them away and
+keeps one tensor a step, the gradient of the logits in the matmuls' type (0.5 GB at 8,192 rows x 32,000
+draft ids); it chunks only over `COMPILED_BYTES`, because computing again costs 7 % of the arithmetic.
 """
 
 from typing import NamedTuple
@@ -31,13 +36,15 @@ from jobs.draft.attention import Documents
 from jobs.draft.data import PackedRow
 from jobs.draft.model import Eagle3Head, UnrollCache
 
-CHUNK_BYTES = 256 << 20
+EAGER_BYTES = 256 << 20  # of fp32 logits
+COMPILED_BYTES = 4 << 30  # of fp32 logits that never exist: 33,554 rows at 32,000 draft ids
 
 
 class Targets(NamedTuple):
     """What the verifier says at some rows of a packed row."""
 
     logits: Tensor | None  # [M, Vd] over the draft vocabulary; None for the cross-entropy loss
+    best: Tensor | None  # [M] int64: their argmax
     place: Tensor  # [R] int64: which of the M a row is
     covered: Tensor  # [R] bool: the row may be a target at all
 
@@ -52,35 +59,47 @@ class Unrolled(NamedTuple):
 
 
 class TargetHead(nn.Module):
-    """The verifier's frozen output head, whole (for the argmax) and sliced to the draft vocabulary.
+    """The verifier's frozen output head: its rows of the draft vocabulary, and the others for the argmax.
 
     lm_head: `[V, H]`; draft_ids: `[Vd]` target ids, ascending. Its tensors are buffers that no
-    checkpoint contains.
+    checkpoint contains. `others` is needed only to find out what can be drafted: `forget_others`.
     """
 
     def __init__(self, lm_head: Tensor, draft_ids: Tensor, dtype: torch.dtype):
         super().__init__()
         lm_head = lm_head.to(dtype)
-        self.whole_vocabulary = len(draft_ids) == lm_head.shape[0]
+        rest = torch.ones(len(lm_head), dtype=torch.bool)
+        rest[draft_ids] = False
         self.register_buffer("draft_ids", draft_ids.clone(), persistent=False)
         self.register_buffer("sliced", lm_head[draft_ids].contiguous(), persistent=False)  # [Vd, H]
-        if not self.whole_vocabulary:
-            self.register_buffer("whole", lm_head, persistent=False)  # [V, H]
+        self.register_buffer("others", lm_head[rest] if rest.any() else None, persistent=False)  # [V - Vd, H]
+
+    def forward(self, final: Tensor) -> Tensor:
+        """final `[M, H]`, after the verifier's last norm -> logits over the draft vocabulary `[M, Vd]`."""
+        return final.to(self.sliced.dtype) @ self.sliced.T
 
     @torch.no_grad()
-    def forward(self, final: Tensor) -> tuple[Tensor, Tensor]:
-        """final `[M, H]`, after the verifier's last norm -> logits `[M, Vd]`, argmax drafted `[M]` bool."""
-        final = final.to(self.sliced.dtype)
-        logits = final @ self.sliced.T  # [M, Vd]
-        if self.whole_vocabulary:
-            return logits, torch.ones(len(final), dtype=torch.bool, device=final.device)
-        # Compared as ids within ONE product of the whole head: two products could round a tie apart.
-        best = [(part @ self.whole.T).argmax(-1) for part in final.split(_chunk_rows(len(self.whole)))]
-        return logits, torch.isin(torch.cat(best) if best else final.new_zeros(0).long(), self.draft_ids)
+    def drafted(self, final: Tensor) -> Tensor:
+        """final `[M, H]` -> whether the argmax over the whole vocabulary can be drafted, bool `[M]`.
+
+        A tie counts as yes: the types of logits round near ones together. The rows go through in blocks
+        of one size, so that what is found about a row does not depend on the rows it came with.
+        """
+        if self.others is None:
+            return torch.ones(len(final), dtype=torch.bool, device=final.device)
+        found = []
+        for part in final.to(self.sliced.dtype).split(BLOCK_ROWS):
+            whole = nn.functional.pad(part, (0, 0, 0, BLOCK_ROWS - len(part)))  # [B, H]
+            inside, outside = ((whole @ rows.T).amax(-1)[: len(part)] for rows in (self.sliced, self.others))
+            found.append(inside >= outside)
+        return torch.cat(found) if found else final.new_zeros(0, dtype=torch.bool)
 
 
-def _chunk_rows(vocabulary: int) -> int:
-    return max(128, CHUNK_BYTES // (4 * vocabulary))
+BLOCK_ROWS = 256  # their logits over 163,840 ids are 84 MB in bf16
+
+
+def _chunk_rows(vocabulary: int, compiled: bool = False) -> int:
+    return max(128, (COMPILED_BYTES if compiled else EAGER_BYTES) // (4 * vocabulary))
 
 
 class ForwardKL(torch.autograd.Function):
@@ -124,65 +143,72 @@ class Unroll(nn.Module):
         """Sums of the TTT steps 0..steps-1 over one packed row; gradients of `loss` flow into the head."""
         targets = self._targets(row)
         feature = self.head.fuse(row.taps)  # [R, H]
+        projected = self.head.project(row.tokens, feature.dtype)  # [R, h * D] three times
         cache = UnrollCache()
         chain = torch.ones(len(row.tokens), dtype=torch.bool, device=row.tokens.device)  # [R]
         sums = []
         for k in range(steps):
             # x[t+1+k]; what rolls in from the next document lands in rows that are masked below.
-            tokens = row.tokens.roll(-k)  # [R]
-            feature = self.head.step(tokens, feature, row.positions, cache, documents)  # [R, H]
-            target = torch.arange(len(tokens), device=tokens.device).add(1 + k).clamp(max=len(tokens) - 1)  # [R]
+            fed = tuple(part.roll(-k, 0) for part in projected) if k else projected
+            feature = self.head.step(fed, feature, row.positions, cache, documents)  # [R, H]
+            target = torch.arange(len(row.tokens), device=chain.device).add(1 + k).clamp(max=len(row.tokens) - 1)  # [R]
             mask = (row.remaining > k + 1) & row.predicted[target] & targets.covered[target]  # [R]
             sums.append(self._step_sums(feature, target, mask, chain, row.tokens, targets))
         return Unrolled(*(torch.stack(column) for column in zip(*sums, strict=True)))
 
+    @torch.no_grad()
     def _targets(self, row: PackedRow) -> Targets:
         rows = len(row.tokens)
+        every = torch.arange(rows, device=row.tokens.device)
         if self.loss == "cross_entropy":
-            return Targets(None, torch.arange(rows, device=row.tokens.device), self.head.t2d[row.tokens])
+            return Targets(None, None, every, self.head.t2d[row.tokens])
         if self.every_row:
-            logits, covered = self.target_head(row.final)
-            return Targets(logits, torch.arange(rows, device=row.tokens.device), covered)
+            logits = self.target_head(row.final)
+            covered = self.target_head.drafted(row.final) if row.covered is None else row.covered
+            return Targets(logits, logits.argmax(-1), every, covered)
         needed = row.predicted.nonzero().squeeze(-1)  # [M]
-        logits, drafted = self.target_head(row.final[needed])
-        place = torch.zeros(rows, dtype=torch.int64, device=needed.device)
+        final = row.final[needed]
+        logits = self.target_head(final)
+        place, covered = torch.zeros_like(every), torch.zeros_like(row.predicted)
         place[needed] = torch.arange(len(needed), device=needed.device)
-        covered = torch.zeros(rows, dtype=torch.bool, device=needed.device)
-        covered[needed] = drafted
-        return Targets(logits, place, covered)
+        covered[needed] = self.target_head.drafted(final) if row.covered is None else row.covered[needed]
+        return Targets(logits, logits.argmax(-1), place, covered)
 
     def _step_sums(self, feature: Tensor, target: Tensor, mask: Tensor, chain: Tensor, tokens: Tensor, targets: Targets):
         """One TTT step: loss, count, correct, chain, as scalars; `chain` `[R]` is updated in place."""
-        rows = torch.arange(len(mask), device=mask.device) if self.every_row else mask.nonzero().squeeze(-1)  # [M]
-        size = _chunk_rows(self.head.config.draft_vocab_size)
-        losses, right = [], []
-        for part in rows.split(size) if len(rows) else [rows]:
+        size = _chunk_rows(self.head.config.draft_vocab_size, self.every_row)
+        if self.every_row:
+            parts = [slice(begin, begin + size) for begin in range(0, len(mask), size)]
+        else:
+            parts = mask.nonzero().squeeze(-1).split(size)  # [M] in all
+        losses = []
+        correct = torch.zeros_like(mask)  # [R]
+        for part in parts:
             arguments = (feature[part], *self._wanted(target[part], tokens, targets))
-            if len(rows) > size:
-                loss, correct = checkpoint(self._rows_loss, *arguments, use_reentrant=False)
+            if len(parts) > 1:
+                loss, right = checkpoint(self._rows_loss, *arguments, use_reentrant=False)
             else:
-                loss, correct = self._rows_loss(*arguments)
+                loss, right = self._rows_loss(*arguments)
             # where, not a product: a masked row may be infinite, and 0 x inf is NaN.
             losses.append(loss.where(mask[part], 0.0).sum())
-            right.append(correct & mask[part])
-        correct = torch.zeros_like(mask)  # [R]
-        correct[rows] = torch.cat(right)
+            correct[part] = right & mask[part]
         chain &= correct
         return torch.stack(losses).sum(), mask.sum().float(), correct.sum().float(), chain.sum().float()
 
-    def _wanted(self, target: Tensor, tokens: Tensor, targets: Targets) -> tuple[Tensor | None, Tensor | None]:
-        """Target logits `[M, Vd]`, or draft ids of the sampled tokens `[M]` for the cross-entropy loss."""
+    def _wanted(self, target: Tensor, tokens: Tensor, targets: Targets) -> tuple[Tensor | None, Tensor]:
+        """Target logits `[M, Vd]` (None for the cross-entropy loss) and the wanted draft ids `[M]`."""
         if targets.logits is not None:
-            return targets.logits[targets.place[target]], None
+            place = targets.place[target]
+            return targets.logits[place], targets.best[place]
         # An undraftable token finds a neighbour's id here; its row is masked.
         found = torch.searchsorted(self.target_head.draft_ids, tokens[target])
         return None, found.clamp(max=self.head.config.draft_vocab_size - 1)
 
-    def _rows_loss(self, feature: Tensor, target_logits: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rows_loss(self, feature: Tensor, target_logits: Tensor | None, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Loss fp32 `[M]` and whether the argmax is right, bool `[M]`."""
         logits = self.head.logits(feature)  # [M, Vd]
-        if labels is not None:
-            loss = nn.functional.cross_entropy(logits.float(), labels, reduction="none")  # [M]
-            return loss, logits.argmax(-1) == labels
-        loss = ForwardKL.apply(logits, target_logits)  # [M]
-        return loss, logits.argmax(-1) == target_logits.argmax(-1)
+        if target_logits is None:
+            loss = nn.functional.cross_entropy(logits.float(), wanted, reduction="none")  # [M]
+        else:
+            loss = ForwardKL.apply(logits, target_logits)  # [M]
+        return loss, logits.argmax(-1) == wanted

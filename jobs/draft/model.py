@@ -97,7 +97,13 @@ def _matrix(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Attention(nn.Module):
-    """Projections of the head's attention; its input is twice as wide as the model."""
+    """Projections of the head's attention; its input is twice as wide as the model: embedding, feature.
+
+    The two halves are projected apart and added. In training row t of step k is fed the TRUE token
+    x[t+1+k], which is what row t+k of step 0 is fed: the embedding's half of a step is the first
+    step's, shifted by k rows, and is computed once for all steps (a tenth of the whole arithmetic
+    at three). The rotation comes after the sum, so nothing else changes.
+    """
 
     def __init__(self, config: HeadConfig):
         super().__init__()
@@ -107,11 +113,20 @@ class Attention(nn.Module):
         self.o_proj = _matrix(config.heads * config.head_dim, config.hidden_size)
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, cache: UnrollCache, documents: Documents) -> Tensor:
-        rows = x.shape[0]  # x: [R, 2H]
-        query = self.q_proj(x).view(rows, self.heads, self.head_dim).transpose(0, 1)  # [h, R, D]
-        key = self.k_proj(x).view(rows, self.kv_heads, self.head_dim).transpose(0, 1)  # [g, R, D]
-        value = self.v_proj(x).view(rows, self.kv_heads, self.head_dim).transpose(0, 1)  # [g, R, D]
+    def halves(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Weights of query, key and value for the embedding, and for the feature: `[h * D, H]` each."""
+        parts = [m.weight.chunk(2, dim=1) for m in (self.q_proj, self.k_proj, self.v_proj)]
+        return tuple(zip(*parts, strict=True))
+
+    def forward(
+        self, normed: Tensor, embedded: tuple[Tensor, ...], cosine: Tensor, sine: Tensor, cache: UnrollCache, documents: Documents
+    ) -> Tensor:
+        """normed: the feature `[R, H]`. embedded: the embedding's share of query, key, value `[R, h * D]`."""
+        rows = normed.shape[0]
+        query, key, value = (
+            (nn.functional.linear(normed, weight) + share).view(rows, -1, self.head_dim).transpose(0, 1)  # [h, R, D]
+            for weight, share in zip(self.halves()[1], embedded, strict=True)
+        )
         # The rotation is fp32 (cosines of a position of 200,000 have no meaning in bf16).
         query = rotate(query.float(), cosine, sine).to(value.dtype)
         key = rotate(key.float(), cosine, sine).to(value.dtype)
@@ -150,11 +165,15 @@ class DraftLayer(nn.Module):
         self.mlp = FeedForward(config)
         self.norm_before_residual = config.norm_before_residual
 
-    def forward(self, embedded: Tensor, feature: Tensor, *attention_arguments) -> Tensor:
+    def project(self, embedded: Tensor) -> tuple[Tensor, ...]:
+        """The embedding's share of query, key and value, before rotation: `[R, H]` -> `[R, h * D]` each."""
+        normed = self.input_layernorm(embedded)  # [R, H]
+        return tuple(nn.functional.linear(normed, weight) for weight in self.self_attn.halves()[0])
+
+    def forward(self, projected: tuple[Tensor, ...], feature: Tensor, *attention_arguments) -> Tensor:
         normed = self.hidden_norm(feature)  # [R, H]
         residual = normed if self.norm_before_residual else feature
-        both = torch.cat((self.input_layernorm(embedded), normed), -1)  # [R, 2H]
-        hidden = residual + self.self_attn(both, *attention_arguments)  # [R, H]
+        hidden = residual + self.self_attn(normed, projected, *attention_arguments)  # [R, H]
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # [R, H]
 
 
@@ -196,22 +215,27 @@ class Eagle3Head(nn.Module):
         """Taps `[..., 3, H]` in the order of `config.taps` -> the feature of step 0, `[..., H]`."""
         return self.fc(taps.flatten(-2).to(self.fc.weight.dtype))
 
+    def project(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """What the tokens `[R]` add to query, key and value of a step, `[R, h * D]` each; see `Attention`."""
+        return self.layers[0].project(self.embed_tokens(tokens).to(dtype))
+
     def step(
-        self, tokens: Tensor, feature: Tensor, positions: Tensor, cache: UnrollCache, documents: Documents
+        self, fed: Tensor | tuple[Tensor, ...], feature: Tensor, positions: Tensor, cache: UnrollCache, documents: Documents
     ) -> Tensor:
         """One drafting step k = `len(cache)` (from 0) for all rows at once; appends to the cache.
 
-        tokens: `[R]` target ids. Training: the true x[t+1+k]. Replay: x[t+1] at step 0, afterwards
-            the draft of step k-1 at row t (under the walk's condition, that it was accepted, equal).
+        fed: `[R]` target ids, or what `project` made of them. Training: the true x[t+1+k]. Replay:
+            x[t+1] at step 0, afterwards the draft of step k-1 at row t (under the walk's condition,
+            that it was accepted, equal).
         feature: `[R, H]`, `fuse` of row t at step 0, what this method returned at step k-1 afterwards.
         positions: `[R]` integers, t of step 0 (row's place in its sample); step k is added here.
         cache: keys and values of the steps before; row t sees step 0 up to t within its document,
             and of the later steps only its own.
         Returns the next feature `[R, H]`; `logits` of it are the distribution of x[t+2+k].
         """
-        embedded = self.embed_tokens(tokens).to(feature.dtype)  # [R, H]
+        projected = self.project(fed, feature.dtype) if isinstance(fed, Tensor) else fed
         cosine, sine = self.rotation(positions + len(cache))  # [R, D]
-        return self.layers[0](embedded, feature, cosine, sine, cache, documents)
+        return self.layers[0](projected, feature, cosine, sine, cache, documents)
 
     def logits(self, feature: Tensor) -> Tensor:
         """Feature `[..., H]` -> logits over the draft vocabulary `[..., Vd]`."""

@@ -20,7 +20,7 @@ from jobs.draft.packing import Plan
 @pytest.mark.parametrize("chunk", [None, 50])
 def test_one_graph_for_every_packing(tmp_path, monkeypatch, chunk):
     if chunk:
-        monkeypatch.setattr("jobs.draft.loss._chunk_rows", lambda vocabulary: chunk)
+        monkeypatch.setattr("jobs.draft.loss._chunk_rows", lambda *_: chunk)
     language, config = Language.make(), small_config(kv_heads=4)
     store = make_store(tmp_path, [(4 + i % 5, 20 + 7 * (i % 6)) for i in range(14)], language=language)
     head = Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=2)

@@ -73,7 +73,7 @@ def test_last_rows_of_every_document_carry_no_loss(packed):
     sums, *_ = run(language, replace(row, predicted=torch.ones_like(row.predicted)))
     config = small_config()
     target = TargetHead(language.verifier.lm_head, draft_ids(config), torch.float32)
-    _, covered = target(row.final)
+    covered = target.drafted(row.final)
     wanted = []
     for k in range(STEPS):
         count, start = 0, 0
@@ -100,7 +100,7 @@ def test_chunks_change_nothing(packed, monkeypatch):
     """Logits beyond the chunk size are recomputed piece by piece, with the same result."""
     language, row = packed
     whole = run(language, row)
-    monkeypatch.setattr("jobs.draft.loss._chunk_rows", lambda vocabulary: 7)
+    monkeypatch.setattr("jobs.draft.loss._chunk_rows", lambda *_: 7)
     parts = run(language, row)
     torch.testing.assert_close(whole[0].loss, parts[0].loss, rtol=1e-6, atol=1e-6)
     assert torch.equal(whole[0].correct, parts[0].correct)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from synthetic_states import Language, draft_ids, small_config
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -81,6 +82,21 @@ def test_flex_attention_equals_plain(own):
         results.append([out[:, : sum(lengths)], *(leaf.grad[:, : sum(lengths)] for leaf in leaves)])
     for plain, other in zip(*results, strict=True):
         torch.testing.assert_close(plain, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("lengths", "rows"), [((40, 25, 50), 128), ((130, 126, 300, 1, 60), 640), ((512,), 512), ((200, 255), 700)])
+def test_blocks_of_the_mask_are_those_of_pytorch(lengths, rows):
+    """Which blocks are seen in part and which whole, against the mask of all pairs of rows."""
+    documents = Documents(lengths, rows, flex=True)
+    ours, ids = documents.block_mask, documents.ids()
+    theirs = create_block_mask(lambda b, h, q, k: (q >= k) & (ids[q] == ids[k]), None, None, rows, rows, device="cpu")
+    assert torch.equal(ours.kv_num_blocks, theirs.kv_num_blocks) and torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    for name in ("kv", "full_kv"):
+        counts, lists = getattr(ours, f"{name}_num_blocks"), (getattr(ours, f"{name}_indices"), getattr(theirs, f"{name}_indices"))
+        for q, count in enumerate(counts[0, 0]):
+            a, b = (sorted(x[0, 0, q, :count].tolist()) for x in lists)
+            assert a == b, (name, q)
 
 
 def test_blocks_of_queries_equal_one_softmax(monkeypatch):
