@@ -160,8 +160,11 @@ class Capture:
             following = self.runner.input_batch.token_ids_cpu[span.request, begin + 1 : stop + 1].tolist()
             if span.last_token is not None and stop == request.num_prompt_tokens:
                 following[-1] = span.last_token
-            index += range(span.first_row + begin - span.position, span.first_row + stop - span.position)
-            tokens += following
+            first = span.first_row + begin - span.position
+            # -1 stands for a token that so far only the GPU knows (asynchronous scheduling).
+            known = [place for place, token in enumerate(following) if token >= 0]
+            index += [first + place for place in known]
+            tokens += [following[place] for place in known]
         for at in range(0, len(index), LOGIT_ROWS):
             where = torch.tensor(index[at : at + LOGIT_ROWS], device=hidden.device)
             token = torch.tensor(tokens[at : at + LOGIT_ROWS], device=hidden.device)

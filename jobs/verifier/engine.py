@@ -33,6 +33,9 @@ __all__ = ["Finished", "Request", "VerifierEngine", "VerifierFacts"]
 WAITING_SHARE = 0.25
 # Seconds between two looks at the number of tokens, for the watchdog and the display.
 COUNT_EVERY = 0.5
+# kv_lora_rank + qk_rope_head_dim that vLLM's GPU kernels for MLA take; another width (the tiny verifier's) runs as
+# plain attention. Source: get_supported_head_sizes, vllm/model_executor/layers/attention/mla_attention.py.
+MLA_WIDTH = 576
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class VerifierEngine:
                 f"The verifier cannot run in {arguments['dtype']}: vLLM rescales DeepSeek's residual in it, and the taps with it",
                 where="verifier.dtype", remedy="use bfloat16",
             )  # fmt: skip
-        prepare_environment(settings)
+        prepare_environment(settings, self.facts)
         self._llm = _start(arguments, self.model)
 
     # ------------------------------------------------------------------ the store
@@ -292,12 +295,19 @@ class VerifierEngine:
         cleanup_dist_env_and_memory()
 
 
-def prepare_environment(settings: VerifierSettings) -> None:
+def prepare_environment(settings: VerifierSettings, facts: VerifierFacts) -> None:
     """What vLLM reads from the environment; must be set before it is imported. A value already there wins."""
+    # Else the question itself makes CUDA unusable in a forked child; vLLM sets it too, but only when it is imported.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        # A forked engine would inherit the lock of the run directory, and threads that are not there.
+        defaults |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        if facts.mla_width not in (None, MLA_WIDTH):
+            defaults |= {"VLLM_MLA_DISABLE": "1"}
+    else:
         defaults |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # 6 s to load instead of 48
             "VLLM_MLA_DISABLE": "1",  # MLA is not implemented on CPU

@@ -36,6 +36,7 @@ class VerifierFacts:
     embedding_name: str
     final_norm_name: str
     lm_head_name: str  # the embedding's where the weights are tied
+    mla_width: int | None = None  # kv_lora_rank + qk_rope_head_dim, None without latent attention
 
     @classmethod
     def read(cls, model: Path) -> "VerifierFacts":
@@ -62,6 +63,7 @@ class VerifierFacts:
             embedding_name=embedding,
             final_norm_name=_ending(names, "model.norm.weight", model),
             lm_head_name=embedding if tied else _ending(names, "lm_head.weight", model),
+            mla_width=text["kv_lora_rank"] + text["qk_rope_head_dim"] if text.get("kv_lora_rank") else None,
         )
 
     def checked_taps(self, taps: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -159,7 +159,7 @@ def _counts(split: str, log: ResponseLog, dropped: Counter[str], rate: float) ->
 
 
 def _start(model: Path, settings: VerifierSettings, layers: list[int]):
-    prepare_environment(settings)
+    prepare_environment(settings, VerifierFacts.read(model))
     import compat
 
     compat.apply()

@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,9 +25,11 @@ STEPS_IN_FLIGHT = 4
 STEPS_TOGETHER, ROWS_TOGETHER = 32, 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Rows `first_row .. first_row+rows-1` of a step: positions `position ..` of one sample."""
+class Span(NamedTuple):
+    """Rows `first_row .. first_row+rows-1` of a step: positions `position ..` of one sample.
+
+    A tuple, because a thousand of them are made at every step, in the thread that also schedules.
+    """
 
     sample: str
     first_row: int
@@ -69,25 +72,29 @@ class Step:
                     host.copy_(tensor, non_blocking=True)
                     tensor.record_stream(stream)
                     setattr(self, name, host)
-            self.ready = torch.cuda.Event()
+            self.ready = torch.cuda.Event(blocking=True)  # the writer sleeps until then
             self.ready.record(stream)
         return self
 
-    def real_rows(self, span: Span) -> int:
-        """Rows of a span up to the last accepted draft; what comes after a rejection is not the sequence's."""
-        if not span.drafts or self.sampled_ids is None:
-            return span.rows
-        accepted = int((self.sampled_ids[span.request] >= 0).sum()) - 1
-        return span.rows - span.drafts + max(accepted, 0)
+    def settle(self) -> list[tuple[Span, int]]:
+        """Each span with its rows up to the last accepted draft; what comes after a rejection is not the sequence's.
 
-    def rows_of(self, span: Span, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The first `rows` rows of a span: taps [rows, T, H], final [rows, H], logprob [rows]."""
-        at = slice(span.first_row, span.first_row + rows)
-        logprob = self.logprob[at]
-        if span.sampled and self.sampled_logprob is not None and span.last_token is None:
-            first = span.rows - 1 - span.drafts
-            logprob = torch.cat([logprob[:first], self.sampled_logprob[span.request, : rows - first]])
-        return self.taps[at], self.final[at], logprob
+        Also puts the sampled tokens' log-probabilities into `logprob`, at the rows they were sampled from.
+        """
+        accepted = None if self.sampled_ids is None else ((self.sampled_ids >= 0).sum(dim=1) - 1).clamp(min=0).tolist()
+        settled, rows_of, requests, places = [], [], [], []
+        for span in self.spans:
+            rows = span.rows - span.drafts + accepted[span.request] if span.drafts and accepted else span.rows
+            settled.append((span, rows))
+            if span.sampled and span.last_token is None and self.sampled_logprob is not None:
+                first = span.rows - 1 - span.drafts
+                for place in range(rows - first):
+                    rows_of.append(span.first_row + first + place)
+                    requests.append(span.request)
+                    places.append(place)
+        if rows_of:
+            self.logprob[rows_of] = self.sampled_logprob[requests, places]
+        return settled
 
 
 class StoreThread:
@@ -131,6 +138,7 @@ class StoreThread:
         with contextlib.suppress(JobError if self.failure else ()):
             self.writer.close()
 
+    @torch.inference_mode()  # the rows are outputs of it, and log-probabilities are filled in here
     def _loop(self) -> None:
         while (work := self._queue.get()) is not None:
             try:
@@ -145,35 +153,48 @@ class StoreThread:
     def _write(self, step: Step) -> None:
         if step.ready is not None:
             step.ready.synchronize()
-        for span in step.spans:
+        for span, rows in step.settle():
             if span.sample not in self._closed:  # else the step was in flight when the request stopped
-                self._held.setdefault(span.sample, []).append((step, span, step.real_rows(span)))
+                self._held.setdefault(span.sample, []).append((step, span, rows))
         self._held_steps += 1
         self._held_rows += len(step.logprob)
         if self._held_steps >= STEPS_TOGETHER or self._held_rows >= ROWS_TOGETHER:
-            for sample in list(self._held):
-                self._hand_over(sample)
+            self._hand_over(list(self._held))
             self._held_steps = self._held_rows = 0
 
-    def _hand_over(self, sample: str) -> None:
-        """Give the held rows of a sample to the store, those that follow each other in one call."""
-        runs: list[list[tuple[Step, Span, int]]] = []
-        expected = None
-        for step, span, rows in self._held.pop(sample, ()):
-            if span.position != expected:
-                runs.append([])
-            runs[-1].append((step, span, rows))
-            expected = span.position + rows
-        for run in runs:
-            parts = [step.rows_of(span, rows) for step, span, rows in run]
-            taps, final, logprob = (torch.cat(tensors) for tensors in zip(*parts, strict=True))  # [r, T, H], [r, H], [r]
-            self.writer.append(sample, run[0][1].position, taps, final, logprob)
+    def _hand_over(self, samples: Sequence[str]) -> None:
+        """Give the held rows of `samples` to the store, those that follow each other in one call.
+
+        The rows of a sample lie one in each step; they are put side by side by a few operations a step
+        instead of several a row, which would hold up the thread that schedules (one interpreter lock).
+        """
+        runs: list[list] = []  # [sample, first position, first row in the gathered tensors, rows]
+        moves: dict[int, tuple[Step, list[int], list[int]]] = {}  # rows of a step -> rows of the gathered tensors
+        total = 0
+        for sample in samples:
+            expected = None
+            for step, span, rows in self._held.pop(sample, ()):
+                if span.position != expected:
+                    runs.append([sample, span.position, total, 0])
+                runs[-1][3] += rows
+                expected = span.position + rows
+                _, of_step, gathered = moves.setdefault(id(step), (step, [], []))
+                of_step.extend(range(span.first_row, span.first_row + rows))
+                gathered.extend(range(total, total + rows))
+                total += rows
+        if not total:
+            return
+        taps, final, logprob = _gather(list(moves.values()), total)
+        for sample, position, first, rows in runs:
+            at = slice(first, first + rows)
+            self.writer.append(sample, position, taps[at], final[at], logprob[at])
 
     def _finish(self, samples: Sequence[tuple[str, int]]) -> None:
         done: dict[str, str | None] = {}
         for sample, tokens in samples:
             self._closed.add(sample)
-            self._hand_over(sample)
+        self._hand_over([sample for sample, _ in samples])
+        for sample, tokens in samples:
             try:
                 self.writer.finish(sample, tokens)
                 done[sample] = None
@@ -189,3 +210,19 @@ class StoreThread:
             self._closed.add(sample)
             self._held.pop(sample, None)
             self.writer.discard(sample)
+
+
+def _gather(moves: list[tuple[Step, list[int], list[int]]], total: int) -> list[torch.Tensor]:
+    """taps [total, T, H], final [total, H], logprob [total], each row from its step."""
+    (first, of_step, gathered), *more = moves
+    if not more and of_step == gathered:  # one step in its own order: a prefill
+        return [first.taps, first.final, first.logprob]
+    indexes = [(step, torch.tensor(of_step), torch.tensor(gathered)) for step, of_step, gathered in moves]
+    result = []
+    for name in ("taps", "final", "logprob"):
+        like = getattr(first, name)
+        whole = torch.empty((total, *like.shape[1:]), dtype=like.dtype)
+        for step, of_step, gathered in indexes:
+            whole.index_copy_(0, gathered, getattr(step, name).index_select(0, of_step))
+        result.append(whole)
+    return result

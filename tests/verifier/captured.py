@@ -27,6 +27,7 @@ def requests(count: int = 48) -> list[Request]:
 
 
 def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...] = TAPS) -> StateStore:
+    """Answer (or prefill) `wanted` into a new store and return it; a dropped sample is a failure."""
     engine.open_store(folder, layout_of(engine, taps), StatesSettings(shard_mib=16, extent_rows=32))
     with ResponseLog(folder) as log:
 
@@ -42,7 +43,7 @@ def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], tap
 
 def layout_of(engine: VerifierEngine, taps: tuple[int, ...] = TAPS) -> StateLayout:
     return StateLayout(
-        taps=taps, hidden_size=engine.facts.hidden_size, dtype="float32", verifier="tiny",
+        taps=taps, hidden_size=engine.facts.hidden_size, dtype=engine.settings.dtype, verifier="tiny",
         verifier_revision=engine.facts.revision, tokenizer_sha256="0" * 64,
     )  # fmt: skip
 

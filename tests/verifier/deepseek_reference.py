@@ -15,7 +15,7 @@ PREFIX = "language_model."
 
 
 class Reference:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, device: str = "cpu"):
         text = dict(json.loads((folder / "config.json").read_text())["text_config"])
         for key in ("model_type", "architectures", "torch_dtype"):
             text.pop(key, None)
@@ -27,7 +27,8 @@ class Reference:
             weights |= {k.removeprefix(PREFIX): v.float() for k, v in load_file(file).items() if k.startswith(PREFIX)}
         result = self.model.load_state_dict(weights, strict=False)
         assert not result.missing_keys and not result.unexpected_keys, result
-        self.lm_head = self.model.lm_head.weight.detach()  # [V, H]
+        self.lm_head = self.model.lm_head.weight.detach().clone()  # [V, H]
+        self.model.to(device)
 
     @torch.no_grad()
     def states(self, ids: list[int], taps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,10 +39,10 @@ class Reference:
             return lambda module, args, kwargs: seen.__setitem__(layer, (args[0] if args else kwargs["hidden_states"])[0].clone())
 
         hooks = [self.model.model.layers[i].register_forward_pre_hook(remember(i), with_kwargs=True) for i in taps]
-        final = self.model.model(input_ids=torch.tensor([ids])).last_hidden_state[0]  # [n, H]
+        final = self.model.model(input_ids=torch.tensor([ids], device=self.model.device)).last_hidden_state[0]  # [n, H]
         for hook in hooks:
             hook.remove()
-        return torch.stack([seen[i] for i in taps], dim=1), final
+        return torch.stack([seen[i] for i in taps], dim=1).cpu(), final.cpu()
 
 
 def largest_error(got: torch.Tensor, want: torch.Tensor) -> float:

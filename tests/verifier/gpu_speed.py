@@ -1,0 +1,196 @@
+"""Rates on a CUDA device, as ratios of two ways on the same machine: ours, and speculators' generator with its files.
+
+    python gpu_speed.py make|ours|speculators WORK [tiny]      one line of JSON
+
+`make` writes a Kimi-K2.5 of middle size with random weights (the real attention shape; 3 B parameters).
+`ours` decodes with and without capture on one engine, taking turns, and prefills the answers into a store.
+`speculators` prefills the same tokens with the pinned release and saves one file a sample.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+import torch  # noqa: E402
+from captured import layout_of  # noqa: E402
+
+from jobs.settings import StatesSettings, VerifierSettings  # noqa: E402
+from jobs.storage.states import Response, ResponseLog, StateStore  # noqa: E402
+from jobs.verifier.engine import Finished, Request, VerifierEngine  # noqa: E402
+from jobs.verifier.tiny import CHECKPOINT  # noqa: E402
+
+# hidden, layers, heads, q_lora, experts, expert width, dense width, vocabulary; MLA's inner sizes are Kimi's.
+H, L, HEADS, QL, EXPERTS, WIDTH, DENSE, VOCAB = 4096, 8, 32, 1024, 32, 1024, 8192, 32768
+KVL, NOPE, ROPE, V = 512, 128, 64, 128
+SEQUENCES, PROMPT, ANSWER = 256, 64, 320
+SHARD = StatesSettings(shard_mib=1024)
+
+
+def taps_of(layers: int) -> tuple[int, int, int]:
+    return (2, layers // 2, layers - 3)
+
+
+def settings(utilization: float = 0.8) -> VerifierSettings:
+    return VerifierSettings(
+        dtype="bfloat16", max_model_len=1024, max_num_seqs=SEQUENCES, max_num_batched_tokens=8192, enforce_eager=False, gpu_memory_utilization=utilization
+    )
+
+
+def make(folder: Path) -> dict:
+    """The shipped tiny checkpoint's files with another shape and random weights, one file a layer."""
+    from safetensors.torch import save_file
+
+    begun = time.monotonic()
+    shutil.copytree(CHECKPOINT, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    config["text_config"] |= dict(
+        hidden_size=H, num_hidden_layers=L, num_attention_heads=HEADS, num_key_value_heads=HEADS, q_lora_rank=QL, kv_lora_rank=KVL,
+        qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=V, n_routed_experts=EXPERTS, num_experts_per_tok=8, moe_intermediate_size=WIDTH,
+        intermediate_size=DENSE, vocab_size=VOCAB,
+    )  # fmt: skip
+    config["vision_config"]["mm_hidden_size"] = H
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    device, names, total = "cuda" if torch.cuda.is_available() else "cpu", {}, 0
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, device=device) * scale * shape[-1] ** -0.5).bfloat16().cpu()
+
+    def ones(n: int) -> torch.Tensor:
+        return torch.ones(n, dtype=torch.bfloat16)
+
+    def mlp(prefix: str, width: int) -> dict[str, torch.Tensor]:
+        return {f"{prefix}.gate_proj.weight": random(width, H), f"{prefix}.up_proj.weight": random(width, H), f"{prefix}.down_proj.weight": random(H, width, scale=0.3)}
+
+    def write(file: str, weights: dict[str, torch.Tensor]) -> int:
+        save_file({f"language_model.{name}": weight for name, weight in weights.items()}, folder / file, metadata={"format": "pt"})
+        names.update({f"language_model.{name}": file for name in weights})
+        return sum(weight.numel() for weight in weights.values())
+
+    total += write("top.safetensors", {"model.embed_tokens.weight": random(VOCAB, H, scale=H**0.5), "model.norm.weight": ones(H), "lm_head.weight": random(VOCAB, H, scale=2.0)})
+    for i in range(L):
+        p, a = f"model.layers.{i}", f"model.layers.{i}.self_attn"
+        weights = {f"{p}.input_layernorm.weight": ones(H), f"{p}.post_attention_layernorm.weight": ones(H)}
+        weights |= {f"{a}.q_a_proj.weight": random(QL, H), f"{a}.q_a_layernorm.weight": ones(QL), f"{a}.q_b_proj.weight": random(HEADS * (NOPE + ROPE), QL)}
+        weights |= {f"{a}.kv_a_proj_with_mqa.weight": random(KVL + ROPE, H), f"{a}.kv_a_layernorm.weight": ones(KVL)}
+        weights |= {f"{a}.kv_b_proj.weight": random(HEADS * (NOPE + V), KVL), f"{a}.o_proj.weight": random(H, HEADS * V, scale=0.3)}
+        if i == 0:
+            weights |= mlp(f"{p}.mlp", DENSE)
+        else:
+            weights |= {f"{p}.mlp.gate.weight": random(EXPERTS, H), f"{p}.mlp.gate.e_score_correction_bias": torch.zeros(EXPERTS)}
+            weights |= mlp(f"{p}.mlp.shared_experts", WIDTH)
+            for expert in range(EXPERTS):
+                weights |= mlp(f"{p}.mlp.experts.{expert}", WIDTH)
+        total += write(f"layer-{i}.safetensors", weights)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return {"parameters": total, "seconds": round(time.monotonic() - begun, 1)}
+
+
+def into_store(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...]) -> float:
+    """Seconds until every answer is committed with its states durable."""
+    begun = time.monotonic()
+    engine.open_store(folder, layout_of(engine, taps), SHARD)
+    with ResponseLog(folder) as log:
+
+        def commit(finished: Finished) -> tuple:
+            assert finished.dropped is None, finished.dropped
+            log.append(Response(finished.request.id, finished.request.prompt_token_ids, finished.response_token_ids, "length", {}, "test", False))
+            return ()
+
+        engine.run(wanted, commit)
+    engine.close_store()
+    return time.monotonic() - begun
+
+
+def wanted(name: str, temperature: float = 1.0) -> list[Request]:
+    generator = torch.Generator().manual_seed(7)
+    prompts = torch.randint(0, 1500, (SEQUENCES, PROMPT), generator=generator).tolist()
+    return [Request(f"{name}{i:04d}#0", prompt, max_tokens=ANSWER, temperature=temperature, top_p=0.95 if temperature else 1.0, seed=i, ignore_eos=True) for i, prompt in enumerate(prompts)]
+
+
+def ours(work: Path, model: Path) -> dict:
+    layers = json.loads((model / "config.json").read_text())["text_config"]["num_hidden_layers"]
+    taps, begun = taps_of(layers), time.monotonic()
+    engine = VerifierEngine(model, settings(), seed=0, capture_taps=taps)
+    found: dict = {"start_s": round(time.monotonic() - begun, 1), "taps": taps}
+    into_store(engine, work / "warm-up", wanted("w")[:64], taps)
+    shutil.rmtree(work / "warm-up")
+    times: dict[str, list[float]] = {"with": [], "without": [], "greedy_with": [], "greedy_without": []}
+    for number in range(2):
+        for kind, values in times.items():
+            temperature = 0.0 if "greedy" in kind else 1.0
+            if "without" in kind:
+                begun = time.monotonic()
+                engine.run(wanted(f"{kind}{number}-", temperature), lambda finished: ())
+                values.append(time.monotonic() - begun)
+            else:
+                shutil.rmtree(work / kind, ignore_errors=True)
+                values.append(into_store(engine, work / kind, wanted(f"{kind}{number}-", temperature), taps))
+    shutil.rmtree(work / "greedy_with")
+    store = StateStore(work / "with")
+    rows = sum(store.response(i).tokens - 1 for i in store.ids())
+    tokens = [[*store.response(i).prompt_token_ids, *store.response(i).response_token_ids] for i in store.ids()]
+    (work / "tokens.json").write_text(json.dumps(tokens))
+    existing = [Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()]
+    prefills = []
+    for number in range(2):
+        shutil.rmtree(work / "prefill", ignore_errors=True)
+        prefills.append(into_store(engine, work / "prefill", existing, taps))
+    written = sum(path.stat().st_size for path in (work / "prefill").glob("shard-*"))
+    problems = len(StateStore(work / "prefill").verify().problems)
+    engine.close()
+    best = {kind: min(values) for kind, values in times.items()}
+    found |= {
+        "seconds": {kind: [round(v, 2) for v in values] for kind, values in times.items()}, "prefill_seconds": [round(v, 2) for v in prefills],
+        "capture_ratio": round(best["with"] / best["without"], 3), "capture_ratio_greedy": round(best["greedy_with"] / best["greedy_without"], 3),
+        "response_tokens_per_s": round(SEQUENCES * ANSWER / best["with"]), "rows": rows, "prefill_rows_per_s": round(rows / min(prefills)),
+        "decode_rows_per_s": round(rows / best["with"]), "bytes_a_row": round(written / rows), "verify_problems": problems,
+    }  # fmt: skip
+    return found
+
+
+def speculators(work: Path, model: Path) -> dict:
+    """Rows a second of the same tokens to one file a sample (torch.save from four threads, as its script does)."""
+    from jobs.verifier.speculators_backend import _start
+
+    tokens = json.loads((work / "tokens.json").read_text())
+    layers = json.loads((model / "config.json").read_text())["text_config"]["num_hidden_layers"]
+    begun = time.monotonic()
+    generator = _start(model, settings(), sorted({tap - 1 for tap in taps_of(layers)} | {layers - 1}))
+    started = time.monotonic() - begun
+    out, files, times = work / "speculators", ThreadPoolExecutor(4), []
+    generator.generate(tokens[:32])
+    for _ in range(2):
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        begun = time.monotonic()
+        saved = []
+        for first in range(0, len(tokens), 32):
+            for place, result in enumerate(generator.generate(tokens[first : first + 32]), first):
+                kept = {"input_ids": result["input_ids"].cpu(), "hidden_states": [h.cpu() for h in result["hidden_states"]], "loss_mask": torch.ones(len(result["input_ids"]))}
+                saved.append(files.submit(torch.save, kept, out / f"data_{place}.pt"))
+        for item in saved:
+            item.result()
+        times.append(time.monotonic() - begun)
+    generator.executor.shutdown()
+    rows = sum(len(ids) - 1 for ids in tokens)
+    return {"start_s": round(started, 1), "seconds": [round(t, 2) for t in times], "rows": rows, "rows_per_s": round(rows / min(times))}
+
+
+def main(step: str, work: Path, tiny: bool) -> dict:
+    work.mkdir(parents=True, exist_ok=True)
+    model = CHECKPOINT if tiny else work.parent / "middle"
+    return make(model) if step == "make" else {"ours": ours, "speculators": speculators}[step](work, model)
+
+
+if __name__ == "__main__":
+    found = main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] == ["tiny"])
+    print("RESULT " + json.dumps({"step": f"speed {' '.join(sys.argv[1:2] + sys.argv[3:])}", **found}), flush=True)

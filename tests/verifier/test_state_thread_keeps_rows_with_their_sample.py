@@ -1,0 +1,98 @@
+"""The writer thread: rows of many steps end in the store under the right sample and position, whatever their mix.
+
+Steps as the worker hands them over, made up: chunks of prompts, decoding, drafts of which some are rejected, a request
+that is preempted and computes its positions again, rows that come after the end. Every row carries its sample and
+position as numbers, so a misplaced one is seen.
+"""
+
+import random
+
+import torch
+
+from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
+from jobs.verifier.state_thread import ROWS_TOGETHER, Span, Step, StoreThread
+
+TAPS, HIDDEN = (2, 5, 7), 4
+LAYOUT = StateLayout(TAPS, HIDDEN, "float32", "made up", "0" * 40, "0" * 64)
+
+
+def value(sample: int, position: int) -> float:
+    return sample * 1000.0 + position
+
+
+def step_of(pieces: list[tuple[int, int, int, int, int]]) -> Step:
+    """pieces: (sample, position, rows, drafts, accepted drafts); a row's values name its sample and position."""
+    spans, rows, width = [], [], 1 + max(drafts for *_, drafts, _ in pieces)
+    ids, logprobs = torch.full((len(pieces), width), -1), torch.zeros(len(pieces), width)
+    for index, (sample, position, count, drafts, accepted) in enumerate(pieces):
+        spans.append(Span(f"s{sample}#0", len(rows), count, position, index, drafts, True, None))
+        rows += [value(sample, position + j) for j in range(count)]
+        ids[index, : accepted + 1] = 5
+        logprobs[index] = torch.tensor([-value(sample, position + count - 1 - drafts + j) for j in range(width)])
+    flat = torch.tensor(rows)
+    return Step(
+        spans, flat[:, None, None].expand(-1, len(TAPS), HIDDEN).contiguous(), flat[:, None].expand(-1, HIDDEN).contiguous(),
+        torch.full((len(rows),), float("nan")), logprobs, ids if width > 1 else None,
+    )  # fmt: skip
+
+
+def steps_of(rng: random.Random, lengths: list[int], speculate: bool) -> list[list[tuple[int, int, int, int, int]]]:
+    """What a scheduler might do with samples of these lengths; position 0 to length - 2 of each, and more."""
+    at, steps = dict.fromkeys(range(len(lengths)), 0), []
+    while at:
+        pieces = []
+        for sample in rng.sample(list(at), rng.randint(1, len(at))):
+            position, end = at[sample], lengths[sample] - 1
+            if position == 0:
+                pieces.append((sample, 0, min(end, rng.randint(1, 9)), 0, 0))
+                at[sample] = pieces[-1][2]
+            elif rng.random() < 0.03:
+                at[sample] = 0  # preempted
+                continue
+            else:
+                drafts = rng.randint(0, 3) if speculate else 0
+                accepted = rng.randint(0, drafts)
+                pieces.append((sample, position, 1 + drafts, drafts, accepted))
+                at[sample] += 1 + accepted
+            if at[sample] >= end:
+                del at[sample]
+        if pieces:
+            steps.append(pieces)
+    return steps
+
+
+def written(folder, steps, lengths) -> StateStore:
+    thread = StoreThread(StateWriter(folder, LAYOUT, shard_bytes=1 << 16, extent_rows=8))
+    for step in steps:
+        thread.put(step_of(step))
+    names = {f"s{i}#0": length for i, length in enumerate(lengths)}
+    assert thread.finish(list(names.items()), wait=True) == dict.fromkeys(names)
+    thread.put(step_of([(0, lengths[0] - 1, 1, 0, 0)]))  # asynchronous scheduling: a step that was in flight
+    thread.close()
+    assert thread.failure is None
+    with ResponseLog(folder) as log:
+        for name, length in names.items():
+            log.append(Response(name, [1], [2] * (length - 1), "stop", {}, "test", False))
+    return StateStore(folder)
+
+
+def assert_right(store: StateStore, lengths: list[int]) -> None:
+    for sample, length in enumerate(lengths):
+        read = store.read(f"s{sample}#0")
+        want = torch.tensor([value(sample, position) for position in range(length - 1)])
+        assert torch.equal(read.final, want[:, None].expand(-1, HIDDEN)) and torch.equal(read.taps[:, 2], read.final)
+        known = ~read.logprob.isnan()  # the last row of a prompt's chunk, and every decoded one
+        assert torch.equal(read.logprob[known], -want[known]) and known[-1]
+
+
+def test_decoding_with_and_without_drafts(tmp_path):
+    rng = random.Random(3)
+    for number, speculate in enumerate([False, True] * 4):
+        lengths = [rng.choice([2, 3, 12, 70, 150]) for _ in range(9)]
+        assert_right(written(tmp_path / str(number), steps_of(rng, lengths, speculate), lengths), lengths)
+
+
+def test_one_step_of_prefills_in_another_order(tmp_path):
+    lengths = [ROWS_TOGETHER // 2, 5, ROWS_TOGETHER // 2 + 9]
+    pieces = [(2, 0, lengths[2] - 1, 0, 0), (0, 0, lengths[0] - 1, 0, 0), (1, 0, lengths[1] - 1, 0, 0)]
+    assert_right(written(tmp_path, [pieces], lengths), lengths)
