@@ -15,6 +15,7 @@ Two ways to the masked attention, with one result:
 """
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -32,52 +33,70 @@ class Documents:
     the compiled step must find ready attributes, it cannot trace how they come about.
     """
 
-    def __init__(self, lengths: Sequence[int], rows: int, device: torch.device | str = "cpu", flex: bool = False):
+    def __init__(self, lengths: Sequence[int], rows: int, flex: bool = False):
         padding = rows - sum(lengths)
         if padding < 0:
             raise ValueError(f"documents of {sum(lengths)} rows do not fit into {rows}")
-        self.rows, self.device, self.flex = rows, device, flex
+        self.rows, self.flex = rows, flex
         self.spans: list[tuple[int, int]] = []
         start = 0
         for length in (*lengths, padding):
             if length:
                 self.spans.append((start, start + length))
             start += length
-        self.block_mask = self._block_mask() if flex else None
+        self._blocks = (self.ids(), *_block_lists(self.spans, rows)) if flex else ()
+        self.block_mask = self._block_mask()
 
     @classmethod
-    def one(cls, rows: int, device: torch.device | str = "cpu", flex: bool = False) -> "Documents":
+    def one(cls, rows: int, flex: bool = False) -> "Documents":
         """All rows belong to one document."""
-        return cls((rows,), rows, device, flex)
+        return cls((rows,), rows, flex)
 
     def ids(self) -> Tensor:
-        """Document of each row, int32 `[R]`."""
+        """Document of each row, int32 `[R]`, on the CPU."""
         lengths = torch.tensor([end - start for start, end in self.spans])
-        return torch.arange(len(self.spans), dtype=torch.int32).repeat_interleave(lengths).to(self.device)  # [R]
+        return torch.arange(len(self.spans), dtype=torch.int32).repeat_interleave(lengths)  # [R]
+
+    def pinned(self) -> "Documents":
+        return self._with(tuple(x.pin_memory() for x in self._blocks))
+
+    def to(self, device: torch.device) -> "Documents":
+        """The same with the block mask on a device; copies from pinned memory do not wait."""
+        return self._with(tuple(x.to(device, non_blocking=True) for x in self._blocks)) if self.flex else self
+
+    def _with(self, blocks: tuple[Tensor, ...]) -> "Documents":
+        other = copy(self)
+        other._blocks = blocks
+        other.block_mask = other._block_mask()
+        return other
 
     def _block_mask(self):
-        """Of every block of queries, which blocks of keys it sees in part and which whole.
-
-        Made from the documents' ends on the CPU, a block at a time: `create_block_mask` would make the
-        mask of all R x R pairs on the GPU, for every packed row.
-        """
         from torch.nn.attention.flex_attention import BlockMask
 
-        ids = self.ids()
+        if not self.flex:
+            return None
+        ids, *lists = self._blocks
 
         def causal_within_document(_batch, _head, query, key):
             return (query >= key) & (ids[query] == ids[key])
 
-        first, last = _ends_of_blocks(self.spans, self.rows)
-        earlier = torch.ones(len(first), len(first), dtype=torch.bool).tril(-1)  # [q, k]: block k lies before q
-        # Documents follow each other: two blocks share one if the later begins before the earlier's last ends.
-        whole = earlier & (first[None, :] == last[:, None])  # [q, k]: one and the same document in both
-        if self.rows % BLOCK:
-            whole[-1] = False  # the last block of queries is no whole one
-        partly = (earlier & (last[None, :] >= first[:, None]) & ~whole) | torch.eye(len(first), dtype=torch.bool)
-        lists = [x.to(self.device) for x in (*_ordered(partly), *_ordered(whole))]
-        lengths = (self.rows, self.rows)
-        return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=causal_within_document, seq_lengths=lengths)
+        return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=causal_within_document, seq_lengths=(self.rows, self.rows))
+
+
+def _block_lists(spans: Sequence[tuple[int, int]], rows: int) -> tuple[Tensor, ...]:
+    """Of every block of queries, which blocks of keys it sees in part, and which whole.
+
+    Made from the documents' ends, a block at a time: `create_block_mask` would make the mask of all
+    R x R pairs on the GPU, for every packed row.
+    """
+    first, last = _ends_of_blocks(spans, rows)
+    earlier = torch.ones(len(first), len(first), dtype=torch.bool).tril(-1)  # [q, k]: block k lies before q
+    # Documents follow each other: two blocks share one if the later begins before the earlier's last ends.
+    whole = earlier & (first[None, :] == last[:, None])  # [q, k]: one and the same document in both
+    if rows % BLOCK:
+        whole[-1] = False  # the last block of queries is no whole one
+    partly = (earlier & (last[None, :] >= first[:, None]) & ~whole) | torch.eye(len(first), dtype=torch.bool)
+    return (*_ordered(partly), *_ordered(whole))
 
 
 def _ends_of_blocks(spans: Sequence[tuple[int, int]], rows: int) -> tuple[Tensor, Tensor]:

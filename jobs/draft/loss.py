@@ -141,8 +141,9 @@ class Unroll(nn.Module):
 
     def forward(self, row: PackedRow, documents: Documents, steps: int) -> Unrolled:
         """Sums of the TTT steps 0..steps-1 over one packed row; gradients of `loss` flow into the head."""
-        targets = self._targets(row)
-        feature = self.head.fuse(row.taps)  # [R, H]
+        taps, final = row.states()  # [R, 3, H], [R, H]
+        targets = self._targets(row, final)
+        feature = self.head.fuse(taps)  # [R, H]
         projected = self.head.project(row.tokens, feature.dtype)  # [R, h * D] three times
         cache = UnrollCache()
         chain = torch.ones(len(row.tokens), dtype=torch.bool, device=row.tokens.device)  # [R]
@@ -157,17 +158,17 @@ class Unroll(nn.Module):
         return Unrolled(*(torch.stack(column) for column in zip(*sums, strict=True)))
 
     @torch.no_grad()
-    def _targets(self, row: PackedRow) -> Targets:
+    def _targets(self, row: PackedRow, final: Tensor) -> Targets:
         rows = len(row.tokens)
         every = torch.arange(rows, device=row.tokens.device)
         if self.loss == "cross_entropy":
             return Targets(None, None, every, self.head.t2d[row.tokens])
         if self.every_row:
-            logits = self.target_head(row.final)
-            covered = self.target_head.drafted(row.final) if row.covered is None else row.covered
+            logits = self.target_head(final)
+            covered = self.target_head.drafted(final) if row.covered is None else row.covered
             return Targets(logits, logits.argmax(-1), every, covered)
         needed = row.predicted.nonzero().squeeze(-1)  # [M]
-        final = row.final[needed]
+        final = final[needed]
         logits = self.target_head(final)
         place, covered = torch.zeros_like(every), torch.zeros_like(row.predicted)
         place[needed] = torch.arange(len(needed), device=needed.device)

@@ -22,15 +22,15 @@ class Window:
         self.decay = decay ** torch.arange(ttt_steps, dtype=torch.float64)  # [K]
         self.sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=device)
         self.began = time.perf_counter()
-        self.used = self.rows = self.steps = 0
+        self.used = self.rows = self.steps = self.bytes = 0
         self.waited = 0.0
 
-    def add(self, sums: Tensor, used: int, rows: int, waited: float) -> None:
+    def add(self, sums: Tensor, used: int, rows: int, waited: float, read: int) -> None:
         """One optimizer step: `Unrolled` as `[4, k]`, rows without and with padding of ALL ranks, and
-        the seconds THIS rank waited for data."""
+        the seconds THIS rank waited for data and the bytes it read."""
         self.sums[:, : sums.shape[1]] += sums
         self.used, self.rows, self.steps = self.used + used, self.rows + rows, self.steps + 1
-        self.waited += waited
+        self.waited, self.bytes = self.waited + waited, self.bytes + read
 
     def line(self) -> dict[str, Any]:
         """The figures so far; NaN never appears (a share of nothing is None)."""

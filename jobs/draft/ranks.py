@@ -36,12 +36,6 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
-    def any(self, flag: bool) -> bool:
-        """True on every rank as soon as it is on one: all stop at the same step."""
-        if self.world == 1:
-            return flag
-        return bool(self.sum(torch.tensor(float(flag), device=self.device)))
-
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
@@ -55,6 +49,30 @@ class Ranks:
         return nn.parallel.DistributedDataParallel(
             module, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
         )
+
+
+class HostCopy:
+    """A tensor on its way to the host, without making the device wait, or the host before `get`."""
+
+    def __init__(self, tensor: Tensor):
+        tensor = tensor.detach()
+        self._done = None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+        else:
+            self._host = tensor.clone()
+
+    def ready(self) -> bool:
+        return self._done is None or self._done.query()
+
+    def get(self) -> Tensor:
+        """The values; waits for what was queued before the copy, not for what came after."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host
 
 
 def device_of(wanted: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:

@@ -5,6 +5,8 @@ Decisions:
   go round-robin to the ranks, losses are SUMMED in the backward pass, and gradients divided by the
   global number of loss positions afterwards, together with the clipping, in one pass.
 * Weights, gradients, moments and norms are fp32; matmuls are bf16 on CUDA (autocast), fp32 on CPU.
+* Nothing waits for the GPU: clipping and the decision to skip a step that is not finite happen on the
+  device (AdamW's `grad_scale` and `found_inf`), and the host hears of a step while the next one runs.
 * The learning rate is a function of the step, and training draws no random numbers outside the plan,
   so a checkpoint is weights, moments, step and counters. On CPU the number of threads is saved too:
   it decides the order of sums, and "bit-identical after a kill" includes a kill that moves the run.
@@ -19,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,13 @@ from torch import Tensor, nn
 
 from jobs.draft import checkpoint
 from jobs.draft.attention import Documents
+from jobs.draft.coverage import Coverage
 from jobs.draft.data import PackedRow, ReadAhead, check_fit, cut_store
 from jobs.draft.loss import TargetHead, Unroll
 from jobs.draft.model import Eagle3Head, VerifierWeights
 from jobs.draft.packing import Plan
 from jobs.draft.progress import Reporter, Window
-from jobs.draft.ranks import Ranks, joined
+from jobs.draft.ranks import HostCopy, Ranks, joined
 from jobs.errors import Interrupted, MustFix
 from jobs.settings import TrainSettings
 from jobs.storage.files import write_json_atomically
@@ -60,6 +63,15 @@ class TrainResult:
     def counts(self) -> dict[str, Any]:
         """For the ledger."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """An optimizer step whose outcome is still on its way from the device."""
+
+    step: int
+    samples: tuple[str, ...]  # of this rank
+    outcome: HostCopy  # fp64: loss sum, loss positions, gradient norm, skipped (0 or 1), ranks that were asked to stop
 
 
 def learning_rate(step: int, steps: int, settings: TrainSettings, warm: bool) -> float:
@@ -164,6 +176,10 @@ class _Run:
         unroll = Unroll(head, targets, settings.loss, every_row=self.compiled)
         # Static shapes and one graph: a step that would leave the compiled path is an error, not a slow step.
         self.unroll = ranks.wrap(torch.compile(unroll, fullgraph=True, dynamic=False) if self.compiled else unroll)
+        self.targets = targets
+        self.coverage = None
+        if settings.loss == "forward_kl" and targets.others is not None:
+            self.coverage = Coverage(store.lengths(sorted({p.sample_id for p in plan.cut.pieces})), head.t2d.cpu())
         matrices = [p for p in self.trained.values() if p.ndim > 1]
         vectors = [p for p in self.trained.values() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -171,6 +187,9 @@ class _Run:
         self.writer = checkpoint.CheckpointWriter(folder, settings.keep_checkpoints)
         self.step = self.tokens = self.bad_steps = 0
         self.last_loss: float | None = None
+        self.pending: StepFacts | None = None
+        self.stopping = False
+        self.grad_norm = math.nan  # of the last step the host has heard of
         self.began = time.perf_counter()
 
     # ------------------------------------------------------------------ the loop
@@ -179,18 +198,22 @@ class _Run:
         settings, plan, ranks = self.settings, self.plan, self.ranks
         share = plan.share(self.step, ranks.rank, ranks.world)
         window = self._window()
-        with ReadAhead(self.store, share, plan.rows, self.head.config.taps, pin=self.cuda) as ahead:
+        with ReadAhead(self.store, share, plan.rows, self.head.config.taps, ranks.device, self.coverage, self.compiled) as ahead:
             while self.step < plan.steps:
-                if ranks.any(should_stop()):
+                asked = should_stop()
+                # Of several ranks all must stop at one step: they hear of each other with a step's outcome.
+                if self.stopping or (asked and ranks.world == 1):
                     self.save()
                     self.writer.wait()
                     raise Interrupted(f"training was stopped after step {self.step} of {plan.steps}; everything is saved")
-                grad_norm = self.optimizer_step(ahead, window)
+                facts = self.optimizer_step(ahead, window, asked)
+                self._settle()
+                self.pending = facts
                 self.step += 1
-                if self.step % settings.log_every == 0 or self.step == plan.steps:
-                    self._log(window, grad_norm)
-                    window = self._window()
                 last = self.step == plan.steps
+                if self.step % settings.log_every == 0 or last:
+                    self._log(window)
+                    window = self._window()
                 if self.step % settings.checkpoint_every == 0 or last:
                     self.save()
                 if evaluate and (last or (settings.evaluate_every and self.step % settings.evaluate_every == 0)):
@@ -198,80 +221,97 @@ class _Run:
                     window = self._window()
         self.writer.wait()
 
-    def optimizer_step(self, ahead: ReadAhead, window: Window) -> float:
-        """Forward and backward over this rank's packed rows, then one update; returns the gradient norm."""
+    def optimizer_step(self, ahead: ReadAhead, window: Window, asked_to_stop: bool = False) -> StepFacts:
+        """Forward and backward over this rank's packed rows, then one update; nothing here waits for the device."""
         settings = self.settings
         short = self.step < settings.single_step_share * self.plan.steps
         ttt_steps = 1 if short else settings.ttt_steps
-        decay = settings.ttt_decay ** torch.arange(ttt_steps, dtype=torch.float32, device=self.ranks.device)  # [K]
+        decay = _decay(settings.ttt_decay, ttt_steps, self.ranks.device)  # [K]
         micro_rows = -(-settings.accumulate // self.ranks.world)
-        waited = ahead.waited
-        sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=self.ranks.device)
+        waited, read = ahead.waited, ahead.bytes
+        sums = torch.zeros(4 * ttt_steps + 1, dtype=torch.float64, device=self.ranks.device)
+        if asked_to_stop:
+            sums[-1] = 1
         samples: list[str] = []
         for number in range(micro_rows):
-            row = ahead.next().to(self.ranks.device)
+            row, documents = ahead.next()
             samples += row.sample_ids
             # Gradients are exchanged once a step, behind the last row's backward pass.
             together = number + 1 == micro_rows or self.ranks.world == 1
             with nullcontext() if together else self.unroll.no_sync():
-                sums += self._backward(row, ttt_steps, decay)
+                sums[:-1] += self._backward(row, documents, ttt_steps, decay).flatten()
         sums = self.ranks.sum(sums)
-        count = float((decay.double() * sums[1]).sum())
-        norm = self._update(float((decay.double() * sums[0]).sum()), count, samples)
+        outcome = self._update(sums[:-1].view(4, ttt_steps), decay, sums[-1])
         used = sum(piece.rows for packed in self.plan.step_rows(self.step) for piece in packed)
         self.tokens += used
-        if math.isfinite(norm):
-            window.add(sums, used, self.plan.rows * len(self.plan.step_rows(self.step)), ahead.waited - waited)
-        return norm
+        rows = self.plan.rows * len(self.plan.step_rows(self.step))
+        kept = sums[:-1].view(4, ttt_steps).where(outcome[3] == 0, 0.0)
+        window.add(kept, used, rows, ahead.waited - waited, ahead.bytes - read)
+        return StepFacts(self.step, tuple(samples), HostCopy(outcome))
 
-    def _backward(self, row: PackedRow, ttt_steps: int, decay: Tensor) -> Tensor:
+    def _backward(self, row: PackedRow, documents: Documents, ttt_steps: int, decay: Tensor) -> Tensor:
         """One packed row; returns its sums `[4, K]`, without gradient."""
-        documents = Documents(row.lengths, self.plan.rows, self.ranks.device, flex=self.compiled)
+        if row.undecided is not None:
+            if len(row.undecided):
+                final = row.final_of(row.undecided.rows.to(self.ranks.device, non_blocking=True))
+                row = replace(row, covered=self.coverage.decide(row.undecided, row.covered, final, self.targets))
+            row = replace(row, undecided=None)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.cuda):
             unrolled = self.unroll(row, documents, ttt_steps)
         # DDP averages over ranks; the total is a sum over all rows of all ranks.
         ((unrolled.loss * decay).sum() * self.ranks.world).backward()
         return torch.stack([column.detach() for column in unrolled]).double()
 
-    def _update(self, loss_sum: float, count: float, samples: list[str]) -> float:
-        """Divides by the loss positions, clips, steps; returns the norm of the mean gradient.
+    def _update(self, sums: Tensor, decay: Tensor, stopping: Tensor) -> Tensor:
+        """Divides by the loss positions, clips, steps; returns the outcome of `StepFacts`, on the device.
 
-        A loss or norm that is not finite leaves the weights as they are and is counted. Every rank
-        decides alike: sums and gradients are already those of all ranks.
+        A loss or norm that is not finite leaves the weights as they are, and so does a step without a
+        loss position. Every rank decides alike: sums and gradients are already those of all ranks.
         """
         gradients = [p.grad for p in self.trained.values()]
-        norm = 0.0
-        if count:
-            norm = float(nn.utils.get_total_norm(gradients)) / count
-            if math.isfinite(norm) and math.isfinite(loss_sum):
-                torch._foreach_mul_(gradients, min(1.0, self.settings.clip / (norm + 1e-6)) / count)
-                rate = learning_rate(self.step, self.plan.steps, self.settings, self.warm)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = rate
-                self.optimizer.step()
-            else:
-                self._bad_step(loss_sum / count, norm, samples)
-                norm = math.nan
+        loss, count = (decay.double() * sums[0]).sum(), (decay.double() * sums[1]).sum()
+        norm = nn.utils.get_total_norm(gradients).double() / count.clamp(min=1e-9)
+        finite = norm.isfinite() & loss.isfinite()
+        scale = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0) / count
+        # AdamW's own way to scale gradients and to skip a step, made for mixed precision.
+        self.optimizer.grad_scale = scale.reciprocal().where(finite & (count > 0), 1.0).float()
+        self.optimizer.found_inf = (~finite | (count == 0)).float()
+        rate = learning_rate(self.step, self.plan.steps, self.settings, self.warm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self.ranks.world == 1)
-        return norm
+        norm = norm.where(count > 0, 0.0)
+        return torch.stack((loss, count, norm, (~finite).double(), stopping))
+
+    def _settle(self) -> None:
+        """Takes note of the outcome of the step before, which the device has by now."""
+        facts, self.pending = self.pending, None
+        if facts is None:
+            return
+        loss, count, norm, skipped, stopping = facts.outcome.get().tolist()
+        self.grad_norm = norm
+        self.stopping = self.stopping or stopping > 0
+        if skipped:
+            self._bad_step(facts, loss / count if count else loss, norm)
 
     # ------------------------------------------------------------------ what is written down
 
-    def _bad_step(self, loss: float, norm: float, samples: list[str]) -> None:
+    def _bad_step(self, facts: StepFacts, loss: float, norm: float) -> None:
         """Counts a skipped step and keeps the evidence; too many are MustFix."""
         self.bad_steps += 1
-        evidence = self.folder / f"bad-{checkpoint.name_of(self.step)}.json"
+        evidence = self.folder / f"bad-{checkpoint.name_of(facts.step)}.json"
         if self.ranks.first:
             taps = self.head.config.taps
-            finite = {s: bool(all(x.isfinite().all() for x in _states(self.store, s, taps))) for s in dict.fromkeys(samples)}
+            finite = {s: bool(all(x.isfinite().all() for x in _states(self.store, s, taps))) for s in dict.fromkeys(facts.samples)}
             weights = [name for name, p in self.trained.items() if not bool(p.isfinite().all())]
-            rate = learning_rate(self.step, self.plan.steps, self.settings, self.warm)
+            rate = learning_rate(facts.step, self.plan.steps, self.settings, self.warm)
             content = {
-                "step": self.step, "loss": repr(loss), "grad_norm": repr(norm), "learning_rate": rate,
+                "step": facts.step, "loss": repr(loss), "grad_norm": repr(norm), "learning_rate": rate,
                 "states_finite_by_sample": finite, "weights_not_finite": weights, "bad_steps": self.bad_steps,
             }  # fmt: skip
             write_json_atomically(evidence, content)
-            self.reporter.note(f"step {self.step} is skipped: loss {loss}, gradient norm {norm}; evidence in {evidence.name}")
+            self.reporter.note(f"step {facts.step} is skipped: loss {loss}, gradient norm {norm}; evidence in {evidence.name}")
         if self.bad_steps > self.settings.bad_step_limit:
             raise MustFix(
                 f"{self.bad_steps} optimizer steps had a loss or gradient that is not finite",
@@ -282,20 +322,22 @@ class _Run:
     def _window(self) -> Window:
         return Window(self.settings.ttt_steps, self.settings.ttt_decay, self.ranks.device)
 
-    def _log(self, window: Window, grad_norm: float) -> None:
+    def _log(self, window: Window) -> None:
+        self._settle()
         figures = window.line()
         self.last_loss = figures["loss"]
         rate, cursor = figures.pop("steps_per_second"), self.plan.cursor(self.step)
         self.reporter.line({
             "step": self.step, "steps": self.plan.steps, "epoch": cursor.epoch, **figures,
             "learning_rate": learning_rate(self.step - 1, self.plan.steps, self.settings, self.warm),
-            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "grad_norm": self.grad_norm if math.isfinite(self.grad_norm) else None,
             "eta_seconds": (self.plan.steps - self.step) / rate if rate else None,
             "trained_tokens": self.tokens, "bad_steps": self.bad_steps,
         })  # fmt: skip
 
     def _evaluate(self, evaluate: Callable[[Eagle3Head], dict]) -> None:
         """The first rank judges, the others wait at the next exchange."""
+        self._settle()
         if self.ranks.first:
             with torch.no_grad():
                 figures = evaluate(self.head.eval())
@@ -306,6 +348,7 @@ class _Run:
 
     def save(self) -> None:
         """Copies everything to the host and lets it be written in the background."""
+        self._settle()
         if not self.ranks.first or self.step == 0:
             return
         weights = {**self.trained, "d2t": self.head.d2t, "t2d": self.head.t2d}
@@ -364,6 +407,11 @@ class _Run:
             split_samples=cut.split_samples, dropped_pieces=cut.dropped_pieces, dropped_rows=cut.dropped_rows,
             padding=self.plan.padding_share, checkpoint=checkpoint.name_of(self.step),
         )  # fmt: skip
+
+
+def _decay(decay: float, steps: int, device: torch.device) -> Tensor:
+    """Weights of the TTT steps, fp32 `[K]`, filled on the device: a copy from the host would wait for it."""
+    return torch.full((steps,), decay, device=device) ** torch.arange(steps, dtype=torch.float32, device=device)
 
 
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -119,11 +119,11 @@ def test_read_ahead_keeps_the_order_and_raises_in_its_place(tmp_path):
     store = make_store(tmp_path, [(4, 10 + i) for i in range(12)])
     pieces = cut_store(store, store.ids(), small_config(), 64).pieces
     share = [(piece,) for piece in pieces]
-    with ReadAhead(store, iter(share), 32, TAPS, pin=False) as ahead:
-        assert [ahead.next().sample_ids for _ in share] == [(piece.sample_id,) for piece in pieces]
+    with ReadAhead(store, iter(share), 32, TAPS) as ahead:
+        assert [ahead.next()[0].sample_ids for _ in share] == [(piece.sample_id,) for piece in pieces]
         with pytest.raises(StopIteration):
             ahead.next()
-    with ReadAhead(store, iter(share), 32, (2, 5, 99), pin=False) as ahead, pytest.raises(MustFix, match="99"):
+    with ReadAhead(store, iter(share), 32, (2, 5, 99)) as ahead, pytest.raises(MustFix, match="99"):
         ahead.next()
 
 

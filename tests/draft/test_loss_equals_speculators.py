@@ -74,7 +74,7 @@ def test_same_loss_accuracy_and_gradients(tmp_path, norm_before_residual):
     ours = Unroll(head, targets, "forward_kl")(row, Documents.one(ROWS + 1), STEPS)
     (ours.loss / ours.count).sum().backward()
 
-    _, covered = targets(final)
+    covered = targets.drafted(final)
     mask = (row.predicted & covered)[1:]  # by target row t+1, as their rows are aligned
     _, loss, metrics = peer(
         hidden_states=taps[None, :-1].flatten(-2), input_ids=x[None, 1:-1], lengths=torch.tensor([ROWS]), loss_mask=mask[None],
