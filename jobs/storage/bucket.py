@@ -15,50 +15,23 @@ object's metadata, our own upload record, or the bytes themselves in a folder), 
 upload goes on at its missing parts, so at most one part a thread is sent again.
 """
 
-import contextlib
 import datetime
 import hashlib
 import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-from urllib.parse import unquote, urlsplit
 
 from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.settings import PushSettings
-from jobs.storage.files import disk_full_named, fsync_folder, held, sha256_file, write_all, write_atomically
-from jobs.storage.folder import FolderDestination
+from jobs.storage.destination import Destination, Progress, ShouldStop, destination
+from jobs.storage.download import Streams, download
+from jobs.storage.files import disk_full_named, fsync_folder, held, sha256_file, write_atomically
 from jobs.storage.manifest import CLAIM, MANIFEST, WANTED, FileEntry, Manifest, UploadState
 from jobs.storage.s3 import S3Destination
-
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
-ShouldStop = Callable[[], bool]
-DOWNLOAD_ATTEMPTS = 5  # in a row without a single new byte
-
-
-class Destination(Protocol):
-    """What a publication needs of a place. Names are relative, with "/"."""
-
-    uri: str
-    exclusive: bool  # while `hold` lasts nobody else publishes here
-
-    def hold(self) -> contextlib.AbstractContextManager[None]: ...
-    def found(self, name: str) -> tuple[int, str | None] | None: ...  # (bytes, sha256 where known)
-    def holds(
-        self, entry: FileEntry, believed: bool
-    ) -> bool: ...  # this content is there; `believed`: a record says so
-    def read(self, name: str, start: int = 0) -> Iterator[bytes]: ...
-    def read_small(self, name: str) -> bytes | None: ...
-    def write_small(self, name: str, data: bytes, *, only_if_absent: bool = False) -> bool: ...
-    def delete(self, name: str) -> None: ...
-    def upload(
-        self, entry: FileEntry, path: Path, state: UploadState, sent: Callable[[int], None], should_stop: ShouldStop
-    ) -> None: ...
-    def clean_up(self, entries: tuple[FileEntry, ...]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -69,18 +42,6 @@ class Published:
     bytes: int  # of all files, without the manifest
     bytes_sent: int  # by this call: less where an earlier call had sent some already
     seconds: float
-
-
-def destination(uri: str, settings: PushSettings) -> Destination:
-    """The place a URI names; a URI of another form is a MustFix."""
-    parts = urlsplit(uri)
-    if parts.scheme == "s3" and parts.netloc:
-        return S3Destination(uri.rstrip("/"), parts.netloc, uri.partition("://")[2].partition("/")[2], settings)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost") and len(parts.path) > 1:
-        return FolderDestination(uri, Path(unquote(parts.path)))
-    raise MustFix(
-        f"The destination {uri!r} is no address", where="push.uri", remedy="use s3://bucket/prefix or file:///folder"
-    )
 
 
 def publish(
@@ -161,11 +122,11 @@ def pull(
         with held(folder.with_name(f".{folder.name}.lock"), what=f"the download to {folder}", remove=True):
             _prepare_staging(staging, manifest)
             done = 0
-            for entry in manifest.files:
-                _download(
-                    place, entry, staging, lambda size, base=done: _tell(progress, base + size, manifest), should_stop
-                )
-                done += entry.bytes
+            with ThreadPoolExecutor(settings.threads, thread_name_prefix="download") as pool:
+                for entry in manifest.files:
+                    streams = Streams(pool, settings, place, should_stop)
+                    download(streams, entry, staging, lambda size, base=done: _tell(progress, base + size, manifest))
+                    done += entry.bytes
             write_atomically(staging / MANIFEST, manifest.content)
             (staging / WANTED).unlink()
             for path in [staging, *(path for path in staging.rglob("*") if path.is_dir())]:
@@ -339,53 +300,3 @@ def _prepare_staging(staging: Path, manifest: Manifest) -> None:
             path.rmdir() if path.is_dir() else path.unlink()
     staging.mkdir(exist_ok=True)
     write_atomically(wanted, manifest.content)
-
-
-def _download(
-    place: Destination, entry: FileEntry, staging: Path, report: Callable[[int], None], should_stop: ShouldStop
-) -> None:
-    """One file into the staging folder, continued where an earlier call stopped, under its name once verified."""
-    final = staging / entry.name
-    partial = final.with_name(final.name + ".partial")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    if final.exists():  # verified before it got this name
-        report(entry.bytes)
-        return
-    for _ in range(2):  # a second time from nothing: the part from an earlier call may have been damaged
-        _fetch_bytes(place, entry, partial, report, should_stop)
-        if sha256_file(partial) == entry.sha256:
-            os.replace(partial, final)
-            return
-        partial.unlink()
-    raise MustFix(f"{entry.name} has another sha256 than its manifest says", where=place.uri, remedy="publish it again")
-
-
-def _fetch_bytes(
-    place: Destination, entry: FileEntry, partial: Path, report: Callable[[int], None], should_stop: ShouldStop
-) -> None:
-    """Append to `partial` until it has the file's bytes or the object ends; a broken connection is picked up again."""
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    try:
-        have, failures = os.fstat(descriptor).st_size, 0
-        while have < entry.bytes:
-            start = have
-            try:
-                for block in place.read(entry.name, start):
-                    if should_stop():
-                        raise Interrupted(
-                            "The download was stopped", where=place.uri, remedy="run the same command to go on"
-                        )
-                    write_all(descriptor, block)
-                    have += len(block)
-                    report(min(have, entry.bytes))
-                break  # the object ended: its length and sha256 are judged by the caller
-            except Interrupted:
-                raise
-            except TryAgain:
-                failures = 0 if have > start else failures + 1
-                if failures >= DOWNLOAD_ATTEMPTS:
-                    raise
-                time.sleep(min(0.2 * 2**failures, 5.0))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -71,7 +71,8 @@ class FolderDestination:
         found = self.found(entry.name)
         return found is not None and found[0] == entry.bytes and sha256_file(self.root / entry.name) == entry.sha256
 
-    def read(self, name: str, start: int = 0) -> Iterator[bytes]:
+    def read(self, name: str, start: int = 0, size: int | None = None) -> Iterator[bytes]:
+        """The file's bytes from `start` on, at most `size`."""
         path = self.root / name
         with _refusal_named(path):
             try:
@@ -82,7 +83,9 @@ class FolderDestination:
                 ) from None
         with file:
             file.seek(start)
-            while block := file.read(_BLOCK):
+            left = size if size is not None else os.fstat(file.fileno()).st_size - start
+            while left > 0 and (block := file.read(min(_BLOCK, left))):
+                left -= len(block)
                 yield block
 
     def read_small(self, name: str) -> bytes | None:
@@ -106,6 +109,10 @@ class FolderDestination:
         path = self.root / name
         with _refusal_named(path):
             path.unlink(missing_ok=True)
+
+    def names(self, prefix: str) -> list[str]:
+        """Every file below the folder `prefix`."""
+        return [str(path.relative_to(self.root)) for path in (self.root / prefix).rglob("*") if path.is_file()]
 
     def upload(
         self,

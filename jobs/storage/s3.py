@@ -28,7 +28,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.settings import PushSettings
 from jobs.storage.manifest import FileEntry, UploadState
-from jobs.storage.s3_client import ABSENT, NO_PERMISSION, client_for, error_code, explained, http_status
+from jobs.storage.s3_client import ABSENT, NO_ANSWER, NO_PERMISSION, client_for, error_code, explained, http_status
 
 MIB = 1 << 20
 LARGEST_PART_NUMBER = 10_000
@@ -81,18 +81,25 @@ class S3Destination:
         with self._explaining():
             self.client.list_objects_v2(Bucket=self.bucket, Prefix=self.key(""), MaxKeys=1)
 
+    @contextlib.contextmanager
+    def _absent_is(self, answer: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Leave the block where the object is not there, after `answer`; explain every other refusal."""
+        try:
+            yield
+        except ClientError as error:
+            if error_code(error) not in ABSENT:
+                raise explained(error, self.uri) from None
+            answer()
+        except NO_ANSWER as error:
+            raise explained(error, self.uri) from None
+
     def found(self, name: str) -> tuple[int, str | None] | None:
         """(bytes, sha256 from the metadata where the server kept it), or None."""
-        try:
+        with self._absent_is():
             head = self.client.head_object(Bucket=self.bucket, Key=self.key(name))
-        except ClientError as error:
-            if error_code(error) in ABSENT:
-                return None
-            raise explained(error, self.uri) from None
-        except BotoCoreError as error:
-            raise explained(error, self.uri) from None
-        metadata = {name.lower(): value for name, value in head.get("Metadata", {}).items()}  # rclone says `Sha256`
-        return head["ContentLength"], metadata.get("sha256")
+            metadata = {name.lower(): value for name, value in head.get("Metadata", {}).items()}  # rclone says `Sha256`
+            return head["ContentLength"], metadata.get("sha256")
+        return None
 
     def holds(self, entry: FileEntry, believed: bool) -> bool:
         """Equal size alone proves nothing (every head of one shape has it): the metadata must agree, or a record."""
@@ -101,32 +108,30 @@ class S3Destination:
             return False
         return found[1] == entry.sha256 if found[1] else believed
 
-    def read(self, name: str, start: int = 0) -> Iterator[bytes]:
-        try:
-            extra = {"Range": f"bytes={start}-"} if start else {}
+    def read(self, name: str, start: int = 0, size: int | None = None) -> Iterator[bytes]:
+        """The object's bytes from `start` on, at most `size`."""
+
+        def missing() -> None:
+            raise MustFix(f"{name} is named in the manifest but missing", where=self.uri, remedy="publish again")
+
+        end = "" if size is None else str(start + size - 1)
+        extra = {"Range": f"bytes={start}-{end}"} if start or end else {}
+        with self._absent_is(missing):
             body = self.client.get_object(Bucket=self.bucket, Key=self.key(name), **extra)["Body"]
             with contextlib.closing(body):
                 yield from body.iter_chunks(_BLOCK)
-        except ClientError as error:
-            if error_code(error) in ABSENT:
-                raise MustFix(
-                    f"{name} is named in the manifest but missing", where=self.uri, remedy="publish again"
-                ) from None
-            raise explained(error, self.uri) from None
-        except (BotoCoreError, OSError) as error:
-            raise TryAgain(
-                f"The download of {name} broke off: {error}", where=self.uri, remedy="run the same command again"
-            ) from None
 
     def read_small(self, name: str) -> bytes | None:
-        try:
+        with self._absent_is():
             return self.client.get_object(Bucket=self.bucket, Key=self.key(name))["Body"].read()
-        except ClientError as error:
-            if error_code(error) in ABSENT:
-                return None
-            raise explained(error, self.uri) from None
-        except BotoCoreError as error:
-            raise explained(error, self.uri) from None
+        return None
+
+    def names(self, prefix: str) -> list[str]:
+        """Names of every object below `prefix`."""
+        with self._explaining():
+            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.key(prefix))
+            keys = [item["Key"] for page in pages for item in page.get("Contents", [])]
+        return [key[len(self.key("")) :] for key in keys]
 
     def write_small(self, name: str, data: bytes, *, only_if_absent: bool = False) -> bool:
         """Put an object in one request; False where `only_if_absent` and something stands there already."""

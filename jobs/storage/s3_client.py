@@ -15,16 +15,22 @@ from botocore.exceptions import (
     ClientError,
     CredentialRetrievalError,
     HTTPClientError,
+    IncompleteReadError,
     NoCredentialsError,
     PartialCredentialsError,
     ProfileNotFound,
 )
 from botocore.exceptions import ConnectionError as NoConnectionError
+from urllib3.exceptions import HTTPError
 
 from jobs.errors import JobError, MustFix, TryAgain
 from jobs.settings import PushSettings
 
 CONNECT_SECONDS, READ_SECONDS, ATTEMPTS = 5, 60, 4  # a dead endpoint is known after a few seconds
+
+# Besides ClientError, an answer that says no: what boto3 and the connection below it raise.
+NO_ANSWER = (BotoCoreError, HTTPError, OSError)
+_BROKEN_OFF = (IncompleteReadError, HTTPError, OSError)
 
 _WRONG_CREDENTIALS = {
     "InvalidAccessKeyId",
@@ -67,6 +73,8 @@ def explained(error: Exception, uri: str) -> JobError:
             where=uri,
             remedy="check push.endpoint_url and the network, then run the same command again",
         )
+    if isinstance(error, _BROKEN_OFF):
+        return TryAgain(f"The connection broke off: {said}", where=uri, remedy="run the same command again")
     if not isinstance(error, ClientError):
         return MustFix(
             f"boto3 refuses the destination: {said}", where=uri, remedy="check push.uri and push.endpoint_url"

@@ -1,0 +1,274 @@
+"""A run's own state in a bucket or a folder: what a new machine with an empty disk continues from.
+
+    state.json          the newest state: every file of the run directory as a list of blocks
+    owner.json          who saves here at present
+    blocks/ab/abcd…     the content, in blocks named by their sha256
+
+Decision: content-addressed blocks (as backup programs do), not one object a file. State shards are
+written in place for hours and checkpoints replace each other; so only blocks whose bytes changed are
+sent, while the run goes on, a killed save goes on with the blocks that are missing, equal content
+(preallocated zeros) is sent once, and each block is checked by its name when it is read. `state.json`
+is replaced last and as a whole, so a reader sees the state before or the state after, never a mixture.
+
+A copy of files that are being written is consistent because of the order it is made in: the ledger
+before the results it speaks of, `responses.jsonl` before `index.jsonl` before the shards. What a copied
+response line needs was on the disk before that line was (see states.py); the rest counts as garbage.
+
+One run, one machine: a saver that finds another owner, or a state that another machine has saved since,
+stops, because two machines continuing one run would both be paid for.
+"""
+
+import hashlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from jobs.errors import Interrupted, MustFix
+from jobs.settings import PushSettings
+from jobs.storage.destination import Destination, destination
+from jobs.storage.files import write_json_atomically
+
+VERSION = 1
+STATE, OWNER, BLOCKS = "state.json", "owner.json", "blocks"
+RECORD = ".saved.json"  # in the run directory: what was saved last, so that unchanged files are not read again
+LEFT_OUT = ("published", "superseded")  # the head has a push of its own; what was set aside stays where it is
+SETTLED_NS = 2_000_000_000  # a file written so lately may change again within the clock's tick
+MOST_THREADS = 8  # each holds one block in memory
+STEP = re.compile(r"step-\d+")
+BEGUN_MEANS_PAID = ("generate.eval", "generate.train", "train")
+
+
+class _ChangedMeanwhile(Exception):
+    """A file became shorter while it was read."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one save did; `bytes_sent` are those of blocks that were not there yet."""
+
+    uri: str
+    files: int
+    bytes: int
+    bytes_sent: int
+    seconds: float
+
+
+def place_beside(uri: str) -> str:
+    """Where the state of a run is saved that publishes to `uri`: beside the head, so that copying the head copies no states."""
+    parts = urlsplit(uri)
+    return f"{uri.rstrip('/')}.run" if parts.path.strip("/") else f"{uri.rstrip('/')}/run"
+
+
+def find(uri: str, settings: PushSettings) -> tuple[str, dict[str, Any]] | None:
+    """(where it stands, the state) of the run saved at `uri` or beside the head at `uri`; None where there is none."""
+    for candidate in (uri, place_beside(uri)):
+        state = _read(destination(candidate, settings), STATE)
+        if state:
+            if state.get("version") != VERSION:
+                raise MustFix(
+                    f"The saved run has version {state.get('version')}, this program reads {VERSION}",
+                    where=candidate, remedy="continue it with the program that saved it",
+                )  # fmt: skip
+            return candidate, state
+    return None
+
+
+def refusal(uri: str, settings: PushSettings, run_id: str, record: dict[str, Any]) -> MustFix | None:
+    """Why this run may not be saved at `uri`: another run's paid work is saved there, or another machine continues this one."""
+    state = _read(destination(uri, settings), STATE)
+    if not state:
+        return None
+    if state["run_id"] != run_id:
+        if state["status"] in ("done", "no_go") or not state["paid"]:
+            return None  # nothing that could be continued: it may be replaced
+        return MustFix(
+            f"An unfinished run of {state['job']!r} is saved there, of {state['saved']}",
+            where=uri, remedy=f"continue it with --resume-from {uri} and an empty --run-dir, choose another push.uri, or remove it",
+        )  # fmt: skip
+    if record.get("token") == state["token"]:
+        return None
+    return MustFix(
+        f"This run was continued on another machine ({state['host']}, {state['saved']})",
+        where=uri, remedy=f"continue it from there with --resume-from {uri} and an empty --run-dir, or remove what is saved there",
+    )  # fmt: skip
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """What this run directory was saved as, or restored from, last."""
+    try:
+        return json.loads((folder / RECORD).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+class RunSaver:
+    """Saves one run directory to one place, again and again; one thread at a time calls `save`."""
+
+    def __init__(self, folder: Path, uri: str, settings: PushSettings, *, run_id: str, states: bool = True):
+        self.folder, self.uri, self.settings = Path(folder), uri, settings
+        self.run_id, self.states = run_id, states
+        self.place = destination(uri, settings)
+        self.block_bytes = settings.part_mib << 20
+        self.token = uuid.uuid4().hex
+        self._claimed = False
+        self._there: set[str] = set()  # blocks known to be at the place
+        self._files: dict[str, dict[str, Any]] = {}  # as in state.json
+        self._settled: set[str] = set()
+        self._sent = 0
+        self._lock = threading.Lock()
+
+    def save(self, should_stop: Callable[[], bool] = lambda: False) -> Saved:
+        """Bring the saved state up to this moment. Interrupted leaves the state before; what was sent is not sent again.
+
+        MustFix where another run's or another machine's state stands, or the destination refuses.
+        """
+        began = time.monotonic()
+        if not self._claimed:
+            self._claim()
+        self._sent = 0
+        files = self._snapshot(should_stop)
+        ledger = json.loads((self.folder / "run.json").read_bytes())
+        self._require_ownership()
+        state = {
+            "version": VERSION, "run_id": self.run_id, "token": self.token, "job": ledger["job"], "status": ledger["status"],
+            "paid": any("started" in ledger["stages"][name] for name in BEGUN_MEANS_PAID),
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "host": socket.gethostname(), "files": files,
+        }  # fmt: skip
+        self.place.write_small(STATE, json.dumps(state).encode())
+        self._files = files
+        self._settled = {name for name, file in files.items() if time.time_ns() - file["mtime_ns"] > SETTLED_NS}
+        write_json_atomically(self.folder / RECORD, state | {"uri": self.uri})
+        named = {block for file in files.values() for block in file["blocks"]}
+        for block in self._there - named:  # of checkpoints and shards as they were
+            self.place.delete(object_of(block))
+        self._there &= named
+        size = sum(file["bytes"] for file in files.values())
+        return Saved(self.uri, len(files), size, self._sent, time.monotonic() - began)
+
+    # -- whose it is -----------------------------------------------------------------------------------
+
+    def _claim(self) -> None:
+        record = record_of(self.folder)
+        problem = refusal(self.uri, self.settings, self.run_id, record)
+        if problem:
+            raise problem
+        owner = {"token": self.token, "run_id": self.run_id, "host": socket.gethostname()}
+        self.place.write_small(OWNER, json.dumps(owner).encode())
+        self._claimed = True
+        if record.get("uri") == self.uri:
+            self._files = record["files"]
+            self._settled = {name for name, file in self._files.items() if time.time_ns() - file["mtime_ns"] > SETTLED_NS}
+        state = _read(self.place, STATE) or {"files": {}}
+        wanted = {block for file in state["files"].values() for block in file["blocks"]}
+        self._there = set()
+        for name in self.place.names(f"{BLOCKS}/"):
+            block = name.rpartition("/")[2]
+            # What a killed save had sent and no state names: its files have changed since, it would stay for ever.
+            self._there.add(block) if block in wanted else self.place.delete(name)
+
+    def _require_ownership(self) -> None:
+        owner = _read(self.place, OWNER) or {}
+        if owner.get("token") != self.token:
+            raise MustFix(
+                f"Another machine ({owner.get('host', 'unknown')}) has taken this run over",
+                where=self.uri, remedy="let it go on there; this machine is no longer needed",
+            )  # fmt: skip
+
+    # -- the copy --------------------------------------------------------------------------------------
+
+    def _snapshot(self, should_stop: Callable[[], bool]) -> dict[str, dict[str, Any]]:
+        for _ in range(3):  # a checkpoint may be replaced by a newer one while it is read
+            try:
+                found: dict[str, dict[str, Any]] = {}
+                for phase in self._phases():
+                    found |= self._send(phase, should_stop)
+                return found
+            except (FileNotFoundError, _ChangedMeanwhile):
+                continue
+        raise Interrupted("The run directory changes faster than it can be saved", where=str(self.folder))
+
+    def _phases(self) -> Iterator[list[Path]]:
+        """Lists of files; all of one are read before the next is looked for (see the module)."""
+        yield [self.folder / "run.json"]
+        for name in ("responses.jsonl", "index.jsonl"):
+            yield sorted(self.folder.glob(f"states/*/{name}")) if self.states else []
+        early = {self.folder / "run.json", *self.folder.glob("states/*/responses.jsonl"), *self.folder.glob("states/*/index.jsonl")}
+        yield [path for path in self._others() if path not in early]
+
+    def _others(self) -> Iterator[Path]:
+        steps = [path for path in self.folder.glob("checkpoints/step-*") if STEP.fullmatch(path.name) and (path / "checkpoint.json").exists()]
+        newest = max(steps, key=lambda path: int(path.name.partition("-")[2]), default=None)
+        for path in sorted(self.folder.rglob("*")):
+            parts = path.relative_to(self.folder).parts
+            transient = any(part.startswith(".") or part.endswith((".partial", ".tmp", ".lock")) for part in parts)
+            old_step = parts[0] == "checkpoints" and len(parts) > 2 and STEP.fullmatch(parts[1]) and path.parent != newest
+            states = parts[0] == "states" and not self.states
+            if not (transient or old_step or states or parts[0] in LEFT_OUT) and path.is_file():
+                yield path
+
+    def _send(self, paths: list[Path], should_stop: Callable[[], bool]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        with ThreadPoolExecutor(min(self.settings.threads, MOST_THREADS), thread_name_prefix="save") as pool:
+            sending: dict[str, tuple[int, list[Future]]] = {}
+            for path in paths:
+                name, stat = str(path.relative_to(self.folder)), path.stat()
+                known = self._files.get(name)
+                if known and name in self._settled and (known["bytes"], known["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns):
+                    found[name] = known
+                    continue
+                starts = range(0, stat.st_size, self.block_bytes)
+                sizes = [min(self.block_bytes, stat.st_size - start) for start in starts]
+                futures = [pool.submit(self._send_block, path, start, size, should_stop) for start, size in zip(starts, sizes, strict=True)]
+                sending[name] = (stat.st_mtime_ns, futures)
+            try:
+                for name, (mtime, futures) in sending.items():
+                    blocks = [future.result() for future in futures]
+                    size = sum(size for _, size in blocks)
+                    found[name] = {"bytes": size, "mtime_ns": mtime, "block_bytes": self.block_bytes, "blocks": [block for block, _ in blocks]}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return found
+
+    def _send_block(self, path: Path, start: int, size: int, should_stop: Callable[[], bool]) -> tuple[str, int]:
+        """(sha256, bytes) of a block that is at the place now."""
+        if should_stop():
+            raise Interrupted("The save was stopped", where=self.uri, remedy="the state saved before still stands")
+        with open(path, "rb") as file:
+            data = os.pread(file.fileno(), size, start)
+        if len(data) != size:
+            raise _ChangedMeanwhile(path)
+        block = hashlib.sha256(data).hexdigest()
+        with self._lock:
+            if block in self._there:
+                return block, len(data)
+        found = self.place.found(object_of(block))
+        if found is None or found[0] != len(data):
+            self.place.write_small(object_of(block), data)
+            with self._lock:
+                self._sent += len(data)
+        with self._lock:
+            self._there.add(block)
+        return block, len(data)
+
+
+def object_of(block: str) -> str:
+    return f"{BLOCKS}/{block[:2]}/{block}"
+
+
+def _read(place: Destination, name: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(place.read_small(name) or b"null")
+    except ValueError:
+        raise MustFix(f"{name} is not JSON", where=place.uri, remedy="name the place of a saved run, or remove it") from None
+    return value if isinstance(value, dict) else None
