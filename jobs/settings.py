@@ -11,12 +11,13 @@ in these values.
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from jobs.errors import MustFix
 
@@ -62,6 +63,13 @@ class PromptSource(Section):
     licence: str | None = Field(None, description="Licence of these prompts")
 
 
+class StandardPrompts(Section):
+    name: str = Field(description="`mt-bench`, `humaneval`, `gsm8k`, `math500`, or a name of your own with a `source`")
+    source: str | None = Field(None, description="A JSONL file or a `datasets` name; None is the known data set of that name on the hub")
+    samples: int | None = Field(None, ge=1, description="Prompts taken from it, in seeded order; None takes all")
+    revision: str | None = Field(None, description="Commit of the data set on the hub; None takes the newest at the first start and records it")
+
+
 class PromptsSettings(Section):
     source: str = Field("shipped", description="`shipped` (smoke), a JSONL file, or a `datasets` name")
     revision: str | None = Field(None, description="Commit of the data set on the hub; None takes the newest at the first start and records it")
@@ -70,6 +78,8 @@ class PromptsSettings(Section):
     messages_field: str = Field("messages", description="Column with OpenAI messages, ShareGPT-style from/value turns, or the text of one user turn")
     licence: str | None = Field(None, description="Licence of the prompts, for the model card")
     mix: tuple[PromptSource, ...] = Field((), description="Further sources of the train split (tool calls, other languages), each with its share")
+    standard: tuple[StandardPrompts, ...] = Field((), description="Standard prompts, answered and judged beside the eval split; training rows that overlap with them are dropped")
+    domains: dict[str, str] = Field({}, description="Source -> domain, for the figures by domain where the name of the source does not tell (chat, code, math, …)")
     train_samples: int = Field(1000, ge=1, description="Conversations of the train split, those of the mix included")
     eval_samples: int = Field(64, ge=1, description="Conversations of the eval split")
     eval_source: str | None = Field(None, description="JSONL file or `datasets` name for the eval split; None takes rows marked `eval`, else a seeded hold-out")
@@ -156,9 +166,19 @@ class TrainSettings(Section):
     norm_before_residual: bool = Field(True, description="Residual of the layer is the normed feature; learns clearly faster from scratch")
 
 
+class LiveSettings(Section):
+    concurrencies: tuple[int, ...] = Field((), description="Requests in flight at once, for each a measurement of none and of the winner through the real server; empty measures nothing live")
+    requests: int = Field(64, ge=1, description="Prompts of the eval split sent at each concurrency")
+    max_new_tokens: int | None = Field(None, ge=1, description="Longest live answer; None takes generate.max_new_tokens")
+    temperature: float | None = Field(None, ge=0, description="Of the live answers; None takes that of the mode of most prompts (on CPU always 0: its verification is greedy)")
+    start_seconds: int = Field(5400, ge=1, description="Longest wait for the server to load the verifier")
+
+
 class EvaluateSettings(Section):
     draft_tokens: int = Field(3, ge=1, le=15, description="Drafted tokens a step; the public cards use 3, top-1")
     bootstrap: int = Field(1000, ge=100, description="Resamples over prompts for the confidence interval")
+    live: LiveSettings = LiveSettings()
+    scaling: tuple[float, ...] = Field((), description="Shares of the train samples, each trained on from the same start for the scaling table, after the head is published; empty trains none")
     min_gain_over_untrained: float | None = Field(None, description="The lower 95 % bound of the paired gain over the untrained head must reach this, else the run fails")
     min_gain_over_ngram: float | None = Field(None, description="The lower 95 % bound of the paired gain over n-gram speculation must reach this, else the run fails")
 
@@ -178,12 +198,22 @@ class PushSettings(Section):
     part_mib: int = Field(64, ge=5, le=5120, description="Size of a multipart part; equal sizes, as R2 demands")
     threads: int = Field(16, ge=1, description="Parts in flight")
     read_back: bool = Field(False, description="Read every object again after the upload and compare its sha256")
+    backup: Literal["all", "without_states", "off"] = Field("all", description="With push.uri, the run itself is saved while it runs, for --resume-from on another machine: `all`, `without_states`, `off`")
+    backup_uri: str | None = Field(None, description="Where the run itself is saved; None is beside push.uri, with `.run` added to its name")
+    backup_minutes: float = Field(10, gt=0, description="Minutes between two saves of the run: what a lost machine can cost")
 
 
 class RentalSettings(Section):
     machine: str = Field("this machine", description="Name of the machine for the ledger and the report")
     price_per_hour: float = Field(0.0, ge=0, description="What an hour costs, for the cost in the ledger")
     currency: str = Field("USD", description="Currency of the price")
+    deadline: AwareDatetime | None = Field(None, description="When the machine goes back (2026-03-01T18:00:00Z): the run saves and stops in time, exit code 75")
+    spending_limit: float | None = Field(None, gt=0, description="Most that the run may cost over all its starts: it saves and stops in time, exit code 78")
+    reserve_minutes: float = Field(15, ge=0, description="Minutes kept before the deadline and the spending limit for saving and pushing")
+    on_finish: str | None = Field(None, description="Shell command after the verified push, and after a failure and hold_minutes; e.g. the provider's shutdown")
+    hold_minutes: float = Field(60, ge=0, description="Minutes that the machine of a failed run is kept for somebody to look, before on_finish")
+    stall_minutes: float = Field(30, gt=0, description="No file of the run written for so long is told to the webhook as `stalled`")
+    webhook_variable: str = Field("EAGLE3_WEBHOOK", description="Environment variable with a URL told of done, failed, interrupted, stalled; a URL can be a secret, so it stands in no settings")
 
 
 class Settings(Section):
@@ -213,46 +243,12 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> "Settings":
+        from jobs.contradictions import contradictions
+
         problems = contradictions(self)
         if problems:
             raise ValueError("; ".join(problems))
         return self
-
-
-def contradictions(settings: Settings) -> list[str]:
-    """Settings that are fine alone and wrong together: every one found, so that one look mends all."""
-    v, p, g, t = settings.verifier, settings.prompts, settings.generate, settings.train
-    found = []
-    if p.max_prompt_tokens >= v.max_model_len:
-        found.append(f"prompts.max_prompt_tokens = {p.max_prompt_tokens} leaves no room for an answer within verifier.max_model_len = {v.max_model_len}")
-    if v.taps is not None and len(v.taps) != 3:
-        found.append(f"verifier.taps names {len(v.taps)} layers, an EAGLE-3 head reads 3")
-    if v.taps is not None and len(set(v.taps)) != len(v.taps):
-        found.append(f"verifier.taps = {list(v.taps)} names a layer twice")
-    if sum(m.samples for m in p.mix) >= p.train_samples:
-        found.append(f"prompts.mix takes {sum(m.samples for m in p.mix)} of prompts.train_samples = {p.train_samples}, nothing is left for prompts.source")
-    if t.max_length > t.tokens_per_step:
-        found.append(f"train.max_length = {t.max_length} does not fit into train.tokens_per_step = {t.tokens_per_step}")
-    if t.heads and t.kv_heads and t.heads % t.kv_heads:
-        found.append(f"train.heads = {t.heads} is no multiple of train.kv_heads = {t.kv_heads}")
-    if g.backend == "speculators" and not g.responses:
-        found.append("generate.backend = \"speculators\" only extracts states of existing responses: name them in generate.responses")
-    names = [c.name for c in settings.heads.candidates]
-    if len(set(names)) != len(names):
-        found.append("heads.candidates uses a name twice")
-    if {"untrained", "ngram", "trained", "baseline"} & set(names):
-        found.append("heads.candidates may not be called untrained, ngram, trained or baseline")
-    if settings.heads.warm_start not in ("best", "none", *names):
-        found.append(f"heads.warm_start = {settings.heads.warm_start!r} is neither `best`, `none` nor one of {names}")
-    if settings.evaluate.min_gain_over_untrained is not None and not settings.heads.untrained:
-        found.append("evaluate.min_gain_over_untrained needs heads.untrained = true")
-    if settings.evaluate.min_gain_over_ngram is not None and not settings.heads.ngram:
-        found.append("evaluate.min_gain_over_ngram needs heads.ngram = true")
-    if settings.package.sglang and t.norm_before_residual and (settings.heads.warm_start == "none" or not names):
-        found.append("package.sglang needs train.norm_before_residual = false: SGLang's layer takes the raw feature and has no switch")
-    if settings.push.uri is not None and not settings.push.uri.startswith(("s3://", "file:///")):
-        found.append(f"push.uri = {settings.push.uri!r} starts with neither s3:// nor file:///")
-    return found
 
 
 def job_file(job: str | Path) -> Path:

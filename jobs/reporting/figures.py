@@ -22,8 +22,10 @@ STAGES = (
     "vocab",
     "train",
     "evaluate",
+    "live",
     "package",
     "push",
+    "scaling",
 )
 # Counts that mean something per second. Everything else (coverage, verdicts, ids) does not.
 RATED = frozenset({"tokens", "response_tokens", "prompt_tokens", "rows", "positions", "steps", "bytes", "samples", "turns", "prompts"})

@@ -23,7 +23,7 @@ from jobs.verifier.facts import VerifierFacts
 
 NAME = "baseline"
 SETTINGS = (
-    "heads", "gate", "evaluate.draft_tokens", "evaluate.bootstrap", "job.seed", "vocab",
+    "heads", "gate", "evaluate.draft_tokens", "evaluate.bootstrap", "prompts.domains", "job.seed", "vocab",
     "train.heads", "train.kv_heads", "train.head_dim", "train.intermediate_size", "train.rope_theta", "train.norm_before_residual",
 )  # fmt: skip
 
@@ -86,9 +86,10 @@ def store_default(context: Context) -> tuple[int, int, int]:
 
 
 def _better_reading(context: Context, name: str, readings: dict[str, Candidate], judged: dict[str, Judgement]) -> dict[str, Any]:
-    best = max(readings, key=lambda key: judged[key].mean_acceptance_length)
+    means = {key: judging.own(judged[key]).mean_acceptance_length for key in readings}
+    best = max(means, key=means.__getitem__)
     judging.keep(context, judged[best], name)
-    lengths = {"-".join(map(str, readings[key].taps)): judged[key].mean_acceptance_length for key in readings}
+    lengths = {"-".join(map(str, readings[key].taps)): mean for key, mean in means.items()}
     return judging.figures(context, judged[best]) | {"taps": list(readings[best].taps), "readings": lengths}
 
 

@@ -18,7 +18,7 @@ from jobs.storage.files import read_json
 from jobs.storage.states import StateStore
 
 NAME = "evaluate"
-SETTINGS = ("evaluate", "job.seed")
+SETTINGS = ("evaluate.draft_tokens", "evaluate.bootstrap", "evaluate.min_gain_over_untrained", "evaluate.min_gain_over_ngram", "prompts.domains", "job.seed")
 
 
 def inputs(context: Context) -> list[Path]:
@@ -36,7 +36,9 @@ def run(context: Context) -> dict[str, Any]:
     baseline = read_json(context.path / "baseline.json")
     gains = {f"over_{name}": judging.gain(context, trained, judging.kept(context, name)) for name in baseline["heads"]}
     figures = judging.figures(context, trained)
-    judging.write_figures(context, context.path / "evaluation.json", {"trained": figures}, gains=gains)
+    best = baseline.get("best")
+    by_domain = judging.gains_by_domain(context, trained, judging.kept(context, best)) if best else {}
+    judging.write_figures(context, context.path / "evaluation.json", {"trained": figures}, gains=gains, gains_by_domain=by_domain)
     _require_gains(context, gains)
     return {"acceptance_length": round(figures["acceptance_length"]["mean"], 4), "sequences": len(store.ids()), "scored_steps": trained.walk.steps}
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from jobs.errors import MustFix, TryAgain
 from jobs.run import Context
 from jobs.settings import PromptsSettings
+from jobs.stages import standard
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Weights in other formats and demo material: never read, and often as large as the weights.
@@ -32,7 +33,8 @@ def is_hub_id(model: str) -> bool:
 
 def prompt_repositories(prompts: PromptsSettings) -> list[tuple[str, str | None]]:
     """(data set, revision) of every prompt source that is a repository of the hub."""
-    named = [(prompts.source, prompts.revision), (prompts.eval_source, None), *((part.source, part.revision) for part in prompts.mix)]
+    parts = [*prompts.mix, *filter(None, map(standard.source_of, prompts.standard))]
+    named = [(prompts.source, prompts.revision), (prompts.eval_source, None), *((part.source, part.revision) for part in parts)]
     return [(source, revision) for source, revision in named if source and not source.endswith(".jsonl") and is_hub_id(source)]
 
 

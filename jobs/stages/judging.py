@@ -2,9 +2,14 @@
 
 A judgement is kept in full, prompt by prompt, under `judgements/`: `evaluate` pairs the trained
 head with the baseline on the same prompts, and anyone can recompute every figure from these files.
+
+Standard sets are judged in the same pass and stand apart: the figure of a head, its gains and the gate
+are of the run's own prompts.
 """
 
+import contextlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,10 @@ import torch
 from jobs.draft import statistics
 from jobs.draft.acceptance import Judgement
 from jobs.draft.replay import Candidate, judge_chains, judge_heads, standard_labels
+from jobs.errors import MustFix
 from jobs.run import Context
+from jobs.stages import standard
+from jobs.stages.domains import domain_of
 from jobs.storage.files import read_json, write_json_atomically
 from jobs.storage.responses import Response
 from jobs.storage.states import StateStore
@@ -48,9 +56,23 @@ def judge_ngram(context: Context, store: StateStore) -> Judgement:
 
 
 def labels(context: Context) -> Any:
-    """Groups of an answer: where its prompt is from, and which of its tokens are thinking."""
-    chat = Chat.load(context.verifier_path)
-    return lambda answer: standard_labels(answer, chat.thinking_span(answer.prompt_token_ids, answer.response_token_ids))
+    """Groups of an answer: where its prompt is from, of what domain it is, and which of its tokens are thinking."""
+    chat, named = Chat.load(context.verifier_path), context.settings.prompts.domains
+
+    def groups(answer: Response) -> dict[str, Any]:
+        span = chat.thinking_span(answer.prompt_token_ids, answer.response_token_ids)
+        return {"domain": domain_of(answer.source, named)} | standard_labels(answer, span)
+
+    return groups
+
+
+def own(judgement: Judgement) -> Judgement:
+    """The run's own prompts of a judgement, the standard sets left out."""
+    return _part(judgement, None)
+
+
+def _part(judgement: Judgement, name: str | None) -> Judgement:
+    return replace(judgement, samples={i: s for i, s in judgement.samples.items() if standard.set_of(i) == name})
 
 
 def replay_device(context: Context) -> torch.device:
@@ -73,13 +95,47 @@ def kept(context: Context, name: str) -> Judgement:
 
 def gain(context: Context, judgement: Judgement, other: Judgement) -> dict[str, float]:
     """Paired gain in acceptance length over another head on the same prompts, with its 95 % interval."""
-    return statistics.paired_gain_interval(judgement, other, **_resampling(context))._asdict()
+    return statistics.paired_gain_interval(own(judgement), own(other), **_resampling(context))._asdict()
+
+
+def gains_by_domain(context: Context, judgement: Judgement, other: Judgement) -> dict[str, dict[str, float]]:
+    """The paired gain in each domain that both were judged in and that has prompts enough for an interval."""
+    mine, theirs, found = own(judgement), own(other), {}
+    for label in mine.labels("domain"):
+        # Too few prompts of a domain, or a judgement kept before there were domains, leave a gap in this table.
+        with contextlib.suppress(MustFix):
+            found[label] = statistics.paired_gain_interval(mine, theirs, dimension="domain", label=label, **_resampling(context))._asdict()
+    return found
 
 
 def figures(context: Context, judgement: Judgement) -> dict[str, Any]:
     """The figures of one head as the report and the model card show them."""
-    interval = statistics.mean_interval(judgement, **_resampling(context))
-    return {"acceptance_length": interval._asdict()} | judgement.summary()
+    mine = own(judgement)
+    interval = statistics.mean_interval(mine, **_resampling(context))
+    found = {"acceptance_length": interval._asdict()} | mine.summary()
+    for dimension, labels_of in found["groups"].items():
+        for label, entry in labels_of.items():
+            entry |= _interval(context, mine, dimension, label)
+    sets = sorted({name for i in judgement.samples if (name := standard.set_of(i)) is not None})
+    if sets:
+        found["standard"] = {name: _standard(context, _part(judgement, name)) for name in sets}
+    return found
+
+
+def _interval(context: Context, judgement: Judgement, dimension: str | None = None, label: str | None = None) -> dict[str, float]:
+    """`low` and `high`, or nothing where the prompts are too few for an interval."""
+    try:
+        interval = statistics.mean_interval(judgement, dimension=dimension, label=label, **_resampling(context))
+    except MustFix:
+        return {}
+    return {"low": interval.low, "high": interval.high}
+
+
+def _standard(context: Context, judgement: Judgement) -> dict[str, Any]:
+    """A standard set in the field's convention: drafted tokens and the bonus token, one figure a set."""
+    summary, prompts = judgement.summary(), {statistics.prompt_of(i) for i in judgement.samples}
+    length = {"mean": summary["mean_acceptance_length"]} | _interval(context, judgement)
+    return {"acceptance_length": length, "prompts": len(prompts), "rates": summary["rates"], "walk": summary["walk"]}
 
 
 def _resampling(context: Context) -> dict[str, int]:

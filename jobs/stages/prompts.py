@@ -3,7 +3,8 @@
 Only what the *user's side* says is kept (system, user and tool turns): the verifier answers every
 turn itself, in the context of its own earlier answers, so a data set's assistant turns are
 discarded. Train and eval are disjoint by content, not by id: a training row with a turn that opens
-an eval conversation is dropped. Which rows are taken depends on the seed and on their ids,
+an eval conversation is dropped, and so is one that overlaps with a standard prompt
+(`jobs.stages.standard`). The eval split has every source of the mix in its share. Which rows are taken depends on the seed and on their ids,
 never on the order of the file.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 from jobs.errors import MustFix, TryAgain
 from jobs.run import Context
 from jobs.settings import PromptSource, PromptsSettings
+from jobs.stages import standard
 from jobs.stages.conversations import seeded, turns_of
 from jobs.storage.files import write_atomically
 from jobs.verifier.chat import Chat
@@ -29,7 +31,8 @@ ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool", "g
 
 def inputs(context: Context) -> list[Path]:
     files = [context.path / "fetched.json"]
-    for source in (context.settings.prompts.source, context.settings.prompts.eval_source):
+    settings = context.settings.prompts
+    for source in (settings.source, settings.eval_source, *(part.source for part in (*settings.mix, *settings.standard))):
         if source and source.endswith(".jsonl"):
             files.append(Path(source).absolute())
     return files
@@ -42,18 +45,26 @@ def outputs(context: Context) -> list[Path]:
 def run(context: Context) -> dict[str, Any]:
     settings, seed = context.settings.prompts, context.settings.job.seed
     counts = {"read": 0, "duplicate": 0, "too_long": 0, "in_eval_too": 0, "empty": 0}
-    pick = _Picker(context, Chat.load(context.verifier_path), counts)
+    chat = Chat.load(context.verifier_path)
+    sets = standard_sets(context, _Picker(context, chat, counts))
+    pick = _Picker(context, chat, counts)
+    pick.forbidden = standard.Overlap(turn for row in sets for turn in _user_turns(row))
     # Rows marked eval first: of two copies the one that was meant for judging stays.
     rows = pick.distinct(sorted(read(context, settings), key=lambda row: row["split"] != "eval"))
     marked = [row for row in rows if row["split"] == "eval"]
     if settings.eval_source:
         marked = pick.distinct(read(context, settings.model_copy(update={"source": settings.eval_source})))
-    evaluation = pick.fitting(_seeded_order(marked or rows, seed), settings.eval_samples)
+    # Sources of the mix are judged too, in the share they are trained on, unless somebody chose the eval split.
+    parts = [(part, pick.distinct(read(context, part))) for part in settings.mix]
+    evaluation = []
+    for part, found in parts if not marked else ():
+        evaluation += pick.fitting(_seeded_order(found, seed), round(settings.eval_samples * part.samples / settings.train_samples))
+    evaluation += pick.fitting(_seeded_order(marked or rows, seed), settings.eval_samples - len(evaluation))
     # The opening turn is what a conversation is about; "And then?" may follow in both splits.
     held_out = {_user_turns(row)[0] for row in evaluation}
     training: list[dict[str, Any]] = []
-    for part in settings.mix:
-        training += pick.fitting(pick.disjoint(pick.distinct(read(context, part)), held_out, seed), part.samples)
+    for part, found in parts:
+        training += pick.fitting(pick.disjoint(found, held_out, seed), part.samples)
     rest = pick.disjoint([row for row in rows if row["split"] != "eval"], held_out, seed)
     training += pick.fitting(rest, settings.train_samples - len(training))
     for split, chosen, wanted in (("eval", evaluation, settings.eval_samples), ("train", training, settings.train_samples)):
@@ -66,9 +77,31 @@ def run(context: Context) -> dict[str, Any]:
             context.note(f"prompts: {len(chosen)} {split} conversations instead of the {wanted} asked for")
         for row in chosen:
             row["split"] = split
-    lines = [json.dumps(row, ensure_ascii=False) for row in evaluation + training]
+    lines = [json.dumps(row, ensure_ascii=False) for row in evaluation + sets + training]
     write_atomically(context.path / "prompts.jsonl", ("\n".join(lines) + "\n").encode())
-    return {"eval": len(evaluation), "train": len(training), **counts}
+    return {"eval": len(evaluation), "train": len(training), **({"standard": len(sets)} if settings.standard else {}), **counts}
+
+
+def standard_sets(context: Context, pick: "_Picker") -> list[dict[str, Any]]:
+    """The rows of every standard set that was asked for; MustFix for one that is unknown, cannot be read or gives none."""
+    chosen: list[dict[str, Any]] = []
+    for wanted in context.settings.prompts.standard:
+        part = standard.source_of(wanted)
+        if part is None:
+            raise MustFix(
+                f"No standard set is called {wanted.name!r}", where="prompts.standard",
+                remedy=f"known are {', '.join(standard.KNOWN)}; for another one give its source",
+            )  # fmt: skip
+        raw = _json_rows(Path(part.source)) if part.source.endswith((".jsonl", ".json")) else _dataset_rows(part, _revision(context, part))
+        rows = [(where, standard.row_of(wanted, number, row)) for number, (where, row) in enumerate(raw)]
+        if bad := next((where for where, row in rows if row is None), None):
+            raise MustFix("The row has no text of a question", where=bad, remedy=f"give it in one of {', '.join(standard.FIELDS)}")
+        whole = [_row(row, "messages", where=where, name=wanted.name) for where, row in rows if row is not None]
+        found = pick.fitting(_seeded_order(pick.distinct(whole), context.settings.job.seed), wanted.samples or len(whole))
+        if not found:
+            raise MustFix(f"The standard set {wanted.name} gives no usable prompt", where=part.source, remedy="correct its source, or raise prompts.max_prompt_tokens")
+        chosen += found
+    return chosen
 
 
 def read(context: Context, part: PromptsSettings | PromptSource) -> Iterator[dict[str, Any]]:
@@ -78,10 +111,21 @@ def read(context: Context, part: PromptsSettings | PromptSource) -> Iterator[dic
     elif part.source.endswith((".jsonl", ".json")):
         yield from _read_jsonl(Path(part.source), part.messages_field)
     else:
-        yield from _read_dataset(part, context.fetched()["prompts"].get(part.source, {}).get("revision"))
+        for where, row in _dataset_rows(part, _revision(context, part)):
+            yield _row(row, part.messages_field, where=where, name=part.source)
+
+
+def _revision(context: Context, part: PromptsSettings | PromptSource) -> str | None:
+    return context.fetched()["prompts"].get(part.source, {}).get("revision")
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[dict[str, Any]]:
+    for where, row in _json_rows(path):
+        yield _row(row, field, where=where, name=path.stem)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and line, object) of every line that is not blank."""
     try:
         file = path.open(encoding="utf-8")
     except OSError as error:
@@ -97,11 +141,11 @@ def _read_jsonl(path: Path, field: str) -> Iterator[dict[str, Any]]:
                 raise MustFix(f"The line is not JSON: {error}", where=where, remedy="correct or remove it") from error
             if not isinstance(row, dict):
                 raise MustFix("The line is no JSON object", where=where, remedy="write one object a line with `messages`")
-            yield _row(row, field, where=where, name=path.stem)
+            yield where, row
 
 
-def _read_dataset(part: PromptsSettings | PromptSource, revision: str | None) -> Iterator[dict[str, Any]]:
-    """revision: the commit that `fetch` resolved; None for a folder on this machine."""
+def _dataset_rows(part: PromptsSettings | PromptSource, revision: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name and number, row). revision: the commit that `fetch` resolved; None for a folder on this machine."""
     import datasets  # heavy, and absent where only files are used
     from datasets.exceptions import DatasetNotFoundError
 
@@ -113,7 +157,7 @@ def _read_dataset(part: PromptsSettings | PromptSource, revision: str | None) ->
     except (ConnectionError, OSError) as error:
         raise TryAgain(f"The data set {name!r} cannot be reached: {error}", where="prompts", remedy="run it again when the hub answers") from error
     for number, row in enumerate(data):
-        yield _row(dict(row), part.messages_field, where=f"{name}, row {number}", name=name)
+        yield f"{name}, row {number}", dict(row)
 
 
 def _row(row: dict[str, Any], field: str, *, where: str, name: str) -> dict[str, Any]:
@@ -153,6 +197,7 @@ class _Picker:
 
     def __init__(self, context: Context, chat: Chat, counts: dict[str, int]):
         self.context, self.chat, self.counts = context, chat, counts
+        self.forbidden = standard.Overlap(())  # what no row taken from now on may overlap with
         self._seen_ids: set[str] = set()
         self._seen: set[tuple[str, ...]] = set()
         self._taken = 0
@@ -190,6 +235,9 @@ class _Picker:
             thinking = draw < settings.thinking_share
             if len(self.chat.render(turns_of(row["messages"])[0], thinking)) > settings.max_prompt_tokens:
                 self.counts["too_long"] += 1
+                continue
+            if any(turn in self.forbidden for turn in _user_turns(row)):
+                self.counts["in_standard_too"] = self.counts.get("in_standard_too", 0) + 1
                 continue
             kept.append(row | {"thinking": thinking})
             self._taken += 1

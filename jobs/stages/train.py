@@ -10,7 +10,7 @@ from jobs.draft.trainer import train
 from jobs.draft.vocabulary import DraftVocabulary
 from jobs.draft.weights import VerifierWeights
 from jobs.run import Context
-from jobs.stages import initial
+from jobs.stages import initial, standard
 from jobs.stages.vocab import token_counts
 from jobs.storage.files import JsonLog
 from jobs.storage.states import StateStore
@@ -34,10 +34,11 @@ def run(context: Context) -> dict[str, Any]:
     store, evaluation = StateStore(context.states("train")), StateStore(context.states("eval"))
     verifier = VerifierWeights.read(context.verifier_path)
     head, is_warm = initial_head(context, verifier)
+    own_prompts = [i for i in evaluation.ids() if standard.set_of(i) is None]
     depth, log = settings.evaluate.draft_tokens, JsonLog(context.path / "train.jsonl")
 
     def replay(current: Eagle3Head) -> dict[str, Any]:
-        judged = judge(current, evaluation, evaluation.ids(), depth, name="in training")
+        judged = judge(current, evaluation, own_prompts, depth, name="in training")
         return {"acceptance": judged.mean_acceptance_length, "rates": judged.walk.rates}
 
     def report(line: dict[str, Any]) -> None:
