@@ -104,12 +104,13 @@ def _job(name: str, help_text: str) -> None:
     @click.option("--dry-run", is_flag=True, help="Say what would run, and stop.")
     @click.option("--redo", multiple=True, metavar="STAGE", help="Run a stage again although it is done; its files are kept aside.")
     @click.option("--force", is_flag=True, help="Go on although the gate says no-go; recorded in the ledger.")
+    @click.option("--resume-from", metavar="URI", help="On a machine with an empty run directory: continue the run saved at this s3:// or file:// address.")
     @json_option
     @debug_option
-    def command(run_dir: Path | None, overrides: tuple[str, ...], dry_run: bool, redo: tuple[str, ...], force: bool, as_json: bool, debug: bool) -> dict[str, Any]:
+    def command(run_dir: Path | None, overrides: tuple[str, ...], as_json: bool, debug: bool, **options: Any) -> dict[str, Any]:
         from entrypoints import launch
 
-        return launch.job(name, run_dir=run_dir, overrides=overrides, dry_run=dry_run, redo=redo, force=force)
+        return launch.job(name, run_dir=run_dir, overrides=overrides, **options)
 
 
 _job("hero", "The real run: Kimi-K2.5 on 8 x B300.")
@@ -198,7 +199,7 @@ def push(run: Path, overrides: tuple[str, ...], as_json: bool, debug: bool) -> d
 @json_option
 @debug_option
 def pull(uri: str, folder: Path, overrides: tuple[str, ...], as_json: bool, debug: bool) -> dict[str, Any]:
-    """Bring a published head back and verify every file."""
+    """Bring a published head, or a saved run, back and verify every file."""
     from entrypoints import launch
 
     return launch.pull(uri, folder, overrides)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,10 +15,14 @@ from jobs.run import STAGES, Context, RunDirectory, is_asked_for
 from jobs.settings import Settings, load
 
 
-def job(name: str, *, run_dir: Path | None, overrides: Sequence[str], dry_run: bool, redo: Sequence[str], force: bool) -> dict[str, Any]:
+def job(
+    name: str, *, run_dir: Path | None, overrides: Sequence[str], dry_run: bool, redo: Sequence[str], force: bool, resume_from: str | None = None
+) -> dict[str, Any]:  # fmt: skip
     for stage_name in redo:
         _known_stage(stage_name)
     path = run_dir or Path("runs") / name
+    if resume_from and not dry_run:
+        _bring_back(resume_from, path, load(name, overrides=overrides))
     base = _earlier_settings(path, name)
     settings = load(name, overrides=overrides, base=base)
     if dry_run:
@@ -58,6 +63,10 @@ def pull(uri: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from jobs.storage import bucket
 
     settings = load("smoke", overrides=overrides)
+    if bucket.destination(uri, settings.push).read_small(bucket.MANIFEST) is None:
+        state = _restored(uri, folder, settings)
+        if state is not None:
+            return {"files": sorted(state["files"]), "folder": str(folder), "text": f"the run saved at {state['saved']} is in {folder}: {len(state['files'])} files verified"}
     manifest = bucket.pull(uri, folder, settings.push)
     return {"files": manifest["files"], "folder": str(folder), "text": f"{len(manifest['files'])} files verified in {folder}"}
 
@@ -90,6 +99,21 @@ def verify_states(path: Path) -> dict[str, Any]:
 
 
 def _run(settings: Settings, path: Path, *, redo: Sequence[str] = (), force: bool = False, only: str | None = None, report: bool = True) -> dict[str, Any]:
+    """A run to its end, and then what is to happen with the rented machine."""
+    from jobs import rental
+
+    try:
+        result = _work(settings, path, redo=redo, force=force, only=only, report=report)
+    except JobError as error:
+        if only is None and hasattr(error, "summary"):
+            rental.ended(settings, path, error.summary, error)
+        raise
+    if only is None:
+        rental.ended(settings, path, result, None)
+    return result
+
+
+def _work(settings: Settings, path: Path, *, redo: Sequence[str], force: bool, only: str | None, report: bool) -> dict[str, Any]:
     from jobs.pipeline import run_pipeline, translate
     from jobs.reporting.display import Display
     from jobs.stages.generate import start_engine
@@ -108,15 +132,71 @@ def _run(settings: Settings, path: Path, *, redo: Sequence[str] = (), force: boo
         try:
             run.begin(settings)
             run.event("run started", job=settings.job.name, force=force, redo=list(redo), only=only)
-            final = run_pipeline(context, redo=redo, only=only)
+            with _guarded(context) if report and only != "push" else contextlib.nullcontext():
+                final = run_pipeline(context, redo=redo, only=only)
             return _summary(run.ledger, path, context.loads) | {"status": final, "exit_code": EXIT_DONE}
         except Exception as error:
             translated = translate(error, run.path)
+            if run.ledger.get("status") == "running":  # it did not come to the first stage
+                run.ledger |= {"status": "failed", "exit_code": translated.exit_code, "error": translated.as_dict()}
+                run.save()
             # What the person reads as JSON tells where the run stands, on failure too.
             translated.summary = _summary(run.ledger, path, context.loads) | {"exit_code": translated.exit_code, "error": translated.as_dict()}
             if translated is error:
                 raise
             raise translated from error
+
+
+@contextlib.contextmanager
+def _guarded(context: Context) -> Iterator[None]:
+    """The run watched by the clock and the purse, and saved elsewhere while it goes on and once at its end."""
+    from jobs.backup import SECONDS_AFTER_A_SIGNAL, Backup, backup_uri
+    from jobs.rental import RentalWatch
+
+    uri = backup_uri(context.settings)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(RentalWatch(context))
+        if uri is None:
+            yield
+            return
+        context.backup = stack.enter_context(Backup(context, uri))
+        try:
+            yield
+        finally:
+            by_a_signal = context.should_stop() and context.should_stop.reason is None
+            context.backup.finish(SECONDS_AFTER_A_SIGNAL if by_a_signal else 3600)
+
+
+def _bring_back(uri: str, path: Path, settings: Settings) -> None:
+    """`--resume-from`: the saved run into an empty run directory; a run that is there already goes on as it is."""
+    from jobs.backup import backup_uri
+
+    if (path / "run.json").exists():
+        print(f"eagle3-job: {path} holds a run already: it continues, nothing is brought from {uri}", file=sys.stderr)
+    elif _restored(uri, path, settings) is None:
+        # A managed job has one command for its first machine and for the later ones.
+        if uri not in (settings.push.uri, backup_uri(settings)):
+            raise MustFix("No run is saved there", where=uri, remedy="check the address; to begin a run that is saved there, give it as push.uri, too")
+        print(f"eagle3-job: no run is saved at {uri} yet: this one begins", file=sys.stderr)
+
+
+def _restored(uri: str, path: Path, settings: Settings) -> dict[str, Any] | None:
+    from jobs.run import StopSignal
+    from jobs.storage.restored_run import restore
+
+    shown = [time.monotonic()]
+
+    def progress(done: int, total: int) -> None:
+        if time.monotonic() - shown[0] > 5:
+            shown[0] = time.monotonic()
+            print(f"eagle3-job: bringing the run from {uri}: {done / 1e9:.1f} of {total / 1e9:.1f} GB", file=sys.stderr)
+
+    should_stop = StopSignal()
+    should_stop.install()
+    try:
+        return restore(uri, path, settings.push, progress=progress, should_stop=should_stop)
+    finally:
+        should_stop.restore()
 
 
 @contextlib.contextmanager

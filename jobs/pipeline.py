@@ -131,7 +131,7 @@ def run_stage(context: Context, stage: Any) -> None:
         run.save()
         run.event("stage ended", stage=stage.NAME, state=record["state"], seconds=round(seconds, 3))
         context.display.stage_finished(stage.NAME, record["state"], seconds, record.get("counts") or {})
-        if context.backup:
+        if context.backup and record["state"] == "done":
             context.backup.nudge()
 
 

@@ -48,6 +48,10 @@ STEP = re.compile(r"step-\d+")
 BEGUN_MEANS_PAID = ("generate.eval", "generate.train", "train")
 
 
+class NotOurs(MustFix):
+    """Another run, or another machine that continues this one, has the place."""
+
+
 class _ChangedMeanwhile(Exception):
     """A file became shorter while it was read."""
 
@@ -83,7 +87,7 @@ def find(uri: str, settings: PushSettings) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def refusal(uri: str, settings: PushSettings, run_id: str, record: dict[str, Any]) -> MustFix | None:
+def refusal(uri: str, settings: PushSettings, run_id: str, record: dict[str, Any]) -> NotOurs | None:
     """Why this run may not be saved at `uri`: another run's paid work is saved there, or another machine continues this one."""
     state = _read(destination(uri, settings), STATE)
     if not state:
@@ -91,13 +95,13 @@ def refusal(uri: str, settings: PushSettings, run_id: str, record: dict[str, Any
     if state["run_id"] != run_id:
         if state["status"] in ("done", "no_go") or not state["paid"]:
             return None  # nothing that could be continued: it may be replaced
-        return MustFix(
+        return NotOurs(
             f"An unfinished run of {state['job']!r} is saved there, of {state['saved']}",
             where=uri, remedy=f"continue it with --resume-from {uri} and an empty --run-dir, choose another push.uri, or remove it",
         )  # fmt: skip
     if record.get("token") == state["token"]:
         return None
-    return MustFix(
+    return NotOurs(
         f"This run was continued on another machine ({state['host']}, {state['saved']})",
         where=uri, remedy=f"continue it from there with --resume-from {uri} and an empty --run-dir, or remove what is saved there",
     )  # fmt: skip
@@ -130,7 +134,7 @@ class RunSaver:
     def save(self, should_stop: Callable[[], bool] = lambda: False) -> Saved:
         """Bring the saved state up to this moment. Interrupted leaves the state before; what was sent is not sent again.
 
-        MustFix where another run's or another machine's state stands, or the destination refuses.
+        NotOurs where another run's or another machine's state stands; what the destination refuses is a MustFix.
         """
         began = time.monotonic()
         if not self._claimed:
@@ -179,7 +183,7 @@ class RunSaver:
     def _require_ownership(self) -> None:
         owner = _read(self.place, OWNER) or {}
         if owner.get("token") != self.token:
-            raise MustFix(
+            raise NotOurs(
                 f"Another machine ({owner.get('host', 'unknown')}) has taken this run over",
                 where=self.uri, remedy="let it go on there; this machine is no longer needed",
             )  # fmt: skip

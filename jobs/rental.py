@@ -1,0 +1,181 @@
+"""The rented machine: a deadline and a spending limit while the run goes on, a message and a command at its end.
+
+What happens at which end:
+
+    done, no-go            message; `rental.on_finish` at once: the head is published and verified
+    deadline               saved in time, exit code 75, `on_finish` at once: the next machine continues
+    spending limit         saved in time, exit code 78, `on_finish` at once: a restart must not spend on
+    any other failure      message; `on_finish` after `rental.hold_minutes`, so that somebody can look
+    a signal               nothing: a person or the provider stopped it, and knows
+
+A message or a command that fails never changes how the run ended.
+"""
+
+import datetime
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jobs.errors import Interrupted, JobError, MustFix
+from jobs.run import Context, now
+from jobs.settings import RentalSettings, Settings
+from jobs.storage.files import held
+
+TICK_SECONDS = 1.0
+LOOKS_PER_STALL = 20  # a stall is known at the latest by so small a part of `stall_minutes` too late
+POST_SECONDS, POST_ATTEMPTS = 10, 3
+
+
+class RentalWatch:
+    """Use as a context manager around the pipeline: ends the run in time, tells the webhook of a stall.
+
+    Entering raises MustFix where there is no time or money left to begin with.
+    """
+
+    def __init__(self, context: Context):
+        self._context, self._rental = context, context.settings.rental
+        self._spent_before = context.run.ledger["cost"]["amount"]
+        self._began = time.monotonic()
+        self._reserve = self._rental.reserve_minutes * 60
+        self._ended = threading.Event()
+        self._stalled = False
+        self._thread = threading.Thread(target=self._work, name="rental", daemon=True)
+
+    def __enter__(self) -> "RentalWatch":
+        end = self._end()
+        if end is not None:
+            raise MustFix(f"{end}, and this start would pass it", where="rental", remedy="set rental.deadline or rental.spending_limit to what is meant now")
+        self._context.pulse = time.time()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def spent(self) -> float:
+        """Money of all starts of this run so far; this one counts from its beginning."""
+        return self._spent_before + (time.monotonic() - self._began) / 3600 * self._rental.price_per_hour
+
+    def _end(self) -> str | None:
+        """Which end has come near, or None."""
+        rental = self._rental
+        if rental.deadline is not None and time.time() + self._reserve >= rental.deadline.timestamp():
+            return f"The deadline {rental.deadline.astimezone(datetime.UTC):%Y-%m-%d %H:%M} UTC is {rental.reserve_minutes:g} minutes away or past"
+        reserved = rental.price_per_hour * self._reserve / 3600
+        if rental.spending_limit is not None and self.spent() + reserved >= rental.spending_limit:
+            return f"The run has cost {self.spent():.2f} of at most {rental.spending_limit:.2f} {rental.currency}, {reserved:.2f} of it kept for saving"
+        return None
+
+    def _work(self) -> None:
+        looked = time.monotonic()
+        while not self._ended.wait(TICK_SECONDS):
+            end = self._end()
+            if end is not None:
+                return self._context.should_stop.stop_for(self._reason(end))
+            if time.monotonic() - looked > self._rental.stall_minutes * 60 / LOOKS_PER_STALL:
+                looked = time.monotonic()
+                self._look_for_progress()
+
+    def _reason(self, end: str) -> JobError:
+        if end.startswith("The deadline"):
+            reason: JobError = Interrupted(f"{end}: everything is saved", where="rental.deadline", remedy="run the same command on the next machine, with --resume-from and a later rental.deadline")
+        else:
+            reason = MustFix(f"{end}: everything is saved", where="rental.spending_limit", remedy="raise it and run the same command again, it continues")
+        reason.ends_rental = True
+        return reason
+
+    def _look_for_progress(self) -> None:
+        quiet = time.time() - max(self._context.pulse, last_written(self._context.path))
+        stalled = quiet > self._rental.stall_minutes * 60
+        if stalled and not self._stalled:
+            ledger = self._context.run.ledger
+            running = next((name for name, stage in ledger["stages"].items() if stage["state"] == "running"), "no stage")
+            self._context.note(f"{running}: nothing was written for {quiet / 60:.0f} minutes")
+            tell(self._context.settings, "stalled", {**ledger, "run_dir": str(self._context.path), "stage": running})
+        self._stalled = stalled
+
+
+def last_written(folder: Path) -> float:
+    """time.time() at which a file of the run was written last."""
+    newest = 0.0
+    for path in folder.rglob("[!.]*"):
+        try:
+            newest = max(newest, path.stat().st_mtime)
+        except FileNotFoundError:
+            continue
+    return newest
+
+
+def tell(settings: Settings, event: str, result: Mapping[str, Any]) -> None:
+    """POST what happened as JSON to the webhook, if there is one; `text` is what Slack and its like show."""
+    url = os.environ.get(settings.rental.webhook_variable)
+    if not url:
+        return
+    error = result.get("error") or {}
+    text = f"eagle3-job {settings.job.name} on {platform.node()}: {event}"
+    text += f": {error['message']}" if error.get("message") else f", published to {result['published']}" if result.get("published") else ""
+    message = {
+        "event": event, "text": text, "job": settings.job.name, "host": platform.node(), "time": now(), "machine": settings.rental.machine,
+        **{key: result.get(key) for key in ("run_dir", "run_id", "status", "exit_code", "error", "published", "acceptance", "cost", "stage")},
+    }  # fmt: skip
+    request = urllib.request.Request(url, json.dumps(message, default=str).encode(), {"Content-Type": "application/json"})
+    for attempt in range(1, POST_ATTEMPTS + 1):
+        try:
+            urllib.request.urlopen(request, timeout=POST_SECONDS).close()
+            return
+        except (OSError, ValueError) as failure:  # its URL may be a secret: name the variable only
+            if attempt == POST_ATTEMPTS or isinstance(failure, ValueError):
+                _say(f"the webhook in {settings.rental.webhook_variable} did not take the message: {type(failure).__name__}")
+                return
+            time.sleep(attempt)
+
+
+def ended(settings: Settings, path: Path, result: Mapping[str, Any], error: JobError | None) -> None:
+    """The last act, after the run directory is let go: the message, and `on_finish` when its time has come."""
+    tell(settings, str(result["status"]), result)
+    rental, at_once = settings.rental, error is None or getattr(error, "ends_rental", False)
+    if not rental.on_finish or (isinstance(error, Interrupted) and not at_once):
+        return
+    if not at_once and not _held(rental, path):
+        return
+    _say(f"on_finish: {rental.on_finish}")
+    environment = os.environ | {
+        "EAGLE3_STATUS": str(result["status"]), "EAGLE3_EXIT_CODE": str(result["exit_code"]),
+        "EAGLE3_RUN_DIR": str(path.absolute()), "EAGLE3_PUBLISHED": str(result.get("published") or ""),
+    }  # fmt: skip
+    code = subprocess.run(rental.on_finish, shell=True, env=environment, stdout=sys.stderr).returncode
+    if code:
+        _say(f"on_finish ended with exit code {code}: look whether the machine still costs money")
+
+
+def _held(rental: RentalSettings, path: Path) -> bool:
+    """Wait out the hold; False where a signal ended it, or somebody runs the job again meanwhile."""
+    _say(f"the machine is kept for {rental.hold_minutes:g} minutes, then on_finish runs; stop this process to keep it longer")
+    stopped = threading.Event()
+    previous = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        if stopped.wait(rental.hold_minutes * 60):
+            return False
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    try:
+        with held(path / ".lock", what="this run directory"):
+            return True
+    except (MustFix, OSError):
+        _say("the run directory is in use again: on_finish is left to that run")
+        return False
+
+
+def _say(text: str) -> None:
+    print(f"eagle3-job: {text}", file=sys.stderr, flush=True)
