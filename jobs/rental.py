@@ -12,6 +12,7 @@ A message or a command that fails never changes how the run ended.
 """
 
 import datetime
+import http.client
 import json
 import os
 import platform
@@ -100,7 +101,7 @@ class RentalWatch:
         if stalled and not self._stalled:
             ledger = self._context.run.ledger
             running = next((name for name, stage in ledger["stages"].items() if stage["state"] == "running"), "no stage")
-            self._context.note(f"{running}: nothing was written for {quiet / 60:.0f} minutes")
+            self._context.display.note(f"{running}: nothing was written for {quiet / 60:.0f} minutes")
             tell(self._context.settings, "stalled", {**ledger, "run_dir": str(self._context.path), "stage": running})
         self._stalled = stalled
 
@@ -128,12 +129,12 @@ def tell(settings: Settings, event: str, result: Mapping[str, Any]) -> None:
         "event": event, "text": text, "job": settings.job.name, "host": platform.node(), "time": now(), "machine": settings.rental.machine,
         **{key: result.get(key) for key in ("run_dir", "run_id", "status", "exit_code", "error", "published", "acceptance", "cost", "stage")},
     }  # fmt: skip
-    request = urllib.request.Request(url, json.dumps(message, default=str).encode(), {"Content-Type": "application/json"})
     for attempt in range(1, POST_ATTEMPTS + 1):
         try:
+            request = urllib.request.Request(url, json.dumps(message, default=str).encode(), {"Content-Type": "application/json"})
             urllib.request.urlopen(request, timeout=POST_SECONDS).close()
             return
-        except (OSError, ValueError) as failure:  # its URL may be a secret: name the variable only
+        except (OSError, ValueError, http.client.HTTPException) as failure:  # its URL may be a secret: name the variable only
             if attempt == POST_ATTEMPTS or isinstance(failure, ValueError):
                 _say(f"the webhook in {settings.rental.webhook_variable} did not take the message: {type(failure).__name__}")
                 return

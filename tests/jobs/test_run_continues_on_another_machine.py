@@ -1,0 +1,70 @@
+"""The machine is lost in the middle of training: an empty disk and the bucket continue the run, and the rental is ended.
+
+One real run against a real S3 server, with a real webhook and a real command at its end.
+"""
+
+import json
+import shutil
+
+import pytest
+from s3_servers import moto_server
+from small_smoke import finish, kill, start, wait_for
+from webhook_server import webhook
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lost")
+    with moto_server() as server, webhook() as hook:
+        server.make_bucket("heads")
+        environment = server.environment | {"EAGLE3_WEBHOOK": hook.url}
+        uri = "s3://heads/kimi"
+        settings = (
+            f"push.uri={uri}", f"push.endpoint_url={server.endpoint_url}", "push.path_style=true", "push.part_mib=5", "push.backup_minutes=0.01",
+            f"rental.on_finish=echo $EAGLE3_STATUS $EAGLE3_EXIT_CODE $EAGLE3_PUBLISHED >> {folder}/ended", "train.epochs=6",
+        )  # fmt: skip
+        client = server.client()
+
+        def saved() -> dict:
+            if "kimi.run/state.json" not in server.keys("heads"):
+                return {"files": {}}
+            return json.loads(client.get_object(Bucket="heads", Key="kimi.run/state.json")["Body"].read())
+
+        process = start(folder / "first", *settings, environment=environment, arguments=("--resume-from", uri))
+        wait_for(lambda: any(name.startswith("checkpoints/step-") for name in saved()["files"]), process)
+        kill(process)
+        process.wait()
+        answers = (folder / "first/states/train/responses.jsonl").read_bytes()
+        checkpoint = next(name.split("/")[1] for name in saved()["files"] if name.startswith("checkpoints/step-"))
+        shutil.rmtree(folder / "first")
+        assert hook.events() == [], "a killed process tells nobody"
+        result = finish(start(folder / "second", *settings, environment=environment, arguments=("--resume-from", uri)))
+        yield folder, result, hook.messages, answers, checkpoint, saved()
+
+
+def test_it_ends_done_without_the_verifier(story):
+    _, result, *_ = story
+    assert result["status"] == "done", result["error"]
+    assert result["verifier_loads"] == 0, "what the first machine generated is not generated again"
+    assert result["published"] == "s3://heads/kimi"
+
+
+def test_training_goes_on_from_the_saved_checkpoint(story):
+    folder, result, _, answers, checkpoint, _ = story
+    assert (folder / "second/states/train/responses.jsonl").read_bytes() == answers
+    assert result["stages"]["train"]["counts"]["resumed_from"] == int(checkpoint.partition("-")[2]) > 0
+
+
+def test_the_saved_run_is_marked_as_done(story):
+    *_, saved = story
+    assert saved["status"] == "done"
+    assert not any(name.startswith(("published/", ".")) for name in saved["files"])
+
+
+def test_the_webhook_and_the_command_know_how_it_ended(story):
+    folder, _, messages, *_ = story
+    assert [message["event"] for message in messages] == ["done"]
+    assert messages[0]["published"] == "s3://heads/kimi" and "published to s3://heads/kimi" in messages[0]["text"]
+    assert (folder / "ended").read_text() == "done 0 s3://heads/kimi\n"
