@@ -28,8 +28,7 @@ from jobs.run import Context, digest
 from jobs.stages import standard
 from jobs.stages.conversations import seeded
 from jobs.storage.files import read_json, write_atomically, write_json_atomically
-from jobs.storage.responses import Response
-from jobs.storage.states import StateStore
+from jobs.storage.responses import RESPONSES, Response, scan_responses
 from jobs.verifier.chat import Chat
 from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.serve import load, served
@@ -109,8 +108,8 @@ def traffic_of(context: Context) -> Traffic:
     the server sees what the replay saw. Raises MustFix if none is left.
     """
     settings, chat = context.settings, Chat.load(context.verifier_path)
-    store = StateStore(context.states("eval"))
-    answers = [answer for answer in map(store.response, store.ids()) if standard.set_of(answer.id) is None]
+    found = (response for _, _, response in scan_responses(context.states("eval") / RESPONSES))
+    answers = [answer for answer in found if standard.set_of(answer.id) is None]
     thinking = 2 * sum(answer.thinking for answer in answers) >= len(answers)
     chosen = sorted((a for a in answers if a.thinking == thinking), key=lambda answer: seeded(settings.job.seed, answer.id))
     rows = [row for answer in chosen if (row := _row(context, chat, answer)) is not None][: settings.evaluate.live.requests]

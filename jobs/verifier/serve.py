@@ -11,6 +11,7 @@ Prefix caching is off, so that the second concurrency does not find the first on
 import contextlib
 import json
 import os
+import select
 import shlex
 import signal
 import socket
@@ -39,12 +40,13 @@ PERCENTILES = "90,99"
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its process, its address, the command it was started with and what it prints."""
+    """A running server: its process, its address, the command it was started with, what it prints, and the load's process."""
 
     process: subprocess.Popen
     url: str
     command: str
     log: Path
+    bench: subprocess.Popen
 
     def check(self) -> None:
         """Raise TryAgain if the process has ended."""
@@ -74,12 +76,18 @@ def served(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         # A session of its own: Ctrl-C is for this process, which ends the server in order.
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=_environment(settings), start_new_session=True)
-    server = Server(process, f"http://127.0.0.1:{port}", shlex.join(("vllm", *command[len(VLLM) :])), log)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=_environment(model, settings), start_new_session=True)
+    with log.with_name(log.stem + "-load.log").open("wb") as output:
+        bench = subprocess.Popen([sys.executable, "-m", "jobs.verifier.bench"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, env=_environment(model, settings))
+    server = Server(process, f"http://127.0.0.1:{port}", shlex.join(("vllm", *command[len(VLLM) :])), log, bench)
     try:
         _wait_until_it_answers(server, start_seconds, should_stop)
         yield server
     finally:
+        bench.kill()
+        bench.wait()
+        bench.stdin.close()
+        bench.stdout.close()
         _end(process)
 
 
@@ -120,40 +128,37 @@ def load(
     Raises:
         TryAgain: the server died, hangs or failed requests, or the load ended without a result.
     """
-    command = [
-        *VLLM, "bench", "serve", "--backend", "openai", "--base-url", server.url, "--model", str(model), "--dataset-name", "custom",
-        "--dataset-path", str(prompts), "--custom-output-len", "-1", "--skip-chat-template", "--disable-shuffle", "--num-prompts", str(requests),
-        "--max-concurrency", str(concurrency), "--num-warmups", str(min(concurrency, requests)), "--seed", str(seed),
-        "--temperature", str(sampling["temperature"]), "--top-p", str(sampling["top_p"]), "--metric-percentiles", PERCENTILES,
-        "--percentile-metrics", "ttft,tpot,itl", "--ready-check-timeout-sec", str(round(stall_seconds)), "--save-result", "--save-detailed",
+    options = [
+        "--backend", "openai", "--base-url", server.url, "--model", str(model), "--dataset-name", "custom", "--dataset-path", str(prompts),
+        "--custom-output-len", "-1", "--skip-chat-template", "--disable-shuffle", "--num-prompts", str(requests), "--max-concurrency", str(concurrency),
+        "--num-warmups", str(min(concurrency, requests)), "--seed", str(seed), "--temperature", str(sampling["temperature"]), "--top-p", str(sampling["top_p"]),
+        "--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", PERCENTILES, "--ready-check-timeout-sec", "0", "--save-result", "--save-detailed",
         "--result-filename", str(out), "--disable-tqdm", *(["--trust-remote-code"] if trust_remote_code else []),
     ]  # fmt: skip
     out.unlink(missing_ok=True)
-    with out.with_suffix(".log").open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"})
-        try:
-            _watch(process, server, stall_seconds, should_stop)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    done = _watched(server, options, stall_seconds, should_stop)
     server.check()
-    if process.returncode != 0 or not out.exists():
-        log = out.with_suffix(".log")
-        raise TryAgain(f"The load at concurrency {concurrency} ended with {_ending(process.returncode)}{last_error(log)}", where=str(log), remedy="run the same command again")
+    log = server.log.with_name(server.log.stem + "-load.log")
+    if not done or not out.exists():
+        raise TryAgain(f"The load at concurrency {concurrency} ended without a result{last_error(log)}", where=str(log), remedy="run the same command again")
     result = json.loads(out.read_text())
     if result["failed"] or result["completed"] < requests:
         raise TryAgain(
             f"The live server failed {requests - result['completed']} of {requests} requests at concurrency {concurrency}{last_error(server.log)}",
             where=str(server.log), remedy="run the same command again",
         )  # fmt: skip
-    return result | {"command": shlex.join(("vllm", *command[len(VLLM) :]))}
+    return result | {"command": shlex.join(("vllm", "bench", "serve", *options))}
 
 
-def _watch(process: subprocess.Popen, server: Server, stall_seconds: float, should_stop: Callable[[], None]) -> None:
-    """Wait for the load; break it off when the server is dead or its count of tokens stands still."""
+def _watched(server: Server, options: list[str], stall_seconds: float, should_stop: Callable[[], None]) -> bool:
+    """Have the load made, broken off when the server is dead or its count of tokens stands still; False if the load died."""
     tokens, since, looked = -1.0, time.monotonic(), 0.0
-    while process.poll() is None:
+    with contextlib.suppress(BrokenPipeError):
+        server.bench.stdin.write(json.dumps(options).encode() + b"\n")
+        server.bench.stdin.flush()
+    while True:
+        if select.select([server.bench.stdout], [], [], POLL_SECONDS)[0]:
+            return server.bench.stdout.readline() == b"done\n"
         should_stop()
         server.check()
         if time.monotonic() - looked > max(1.0, stall_seconds / 20):
@@ -162,7 +167,6 @@ def _watch(process: subprocess.Popen, server: Server, stall_seconds: float, shou
                 tokens, since = now, time.monotonic()
         if time.monotonic() - since > stall_seconds:
             raise TryAgain(f"The live server gave no token for {stall_seconds:g} s", where=str(server.log), remedy="run the same command again")
-        time.sleep(POLL_SECONDS)
 
 
 def _generated_tokens(url: str) -> float | None:
@@ -198,8 +202,8 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _environment(settings: VerifierSettings) -> dict[str, str]:
-    prepare_environment(settings)
+def _environment(model: Path, settings: VerifierSettings) -> dict[str, str]:
+    prepare_environment(settings, VerifierFacts.read(model))
     # This process' engine may run without a core process of its own, a server cannot.
     return {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
 
