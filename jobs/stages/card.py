@@ -4,7 +4,9 @@ import json
 from typing import Any
 
 from jobs.draft.model import HeadConfig
+from jobs.reporting.public_cards import cards_for, differences
 from jobs.run import Context
+from jobs.settings import Settings
 
 CARD = """---
 library_name: vllm
@@ -28,7 +30,7 @@ Mean acceptance length with {draft_tokens} drafted tokens (top-1, the bonus toke
 by exact replay over {sequences} held-out answers of the verifier, 95 % interval over prompts:
 
 {table}
-
+{standard}{live}
 ## How it was made
 
 - Head: {shape}
@@ -52,6 +54,7 @@ def model_card(context: Context, config: HeadConfig, figures: dict[str, Any]) ->
         name=settings.package.name, verifier=verifier["model"], revision=verifier["revision"], licence=f"license: {licence}\n" if licence else "",
         speculative=json.dumps({"method": "eagle3", "model": settings.package.name, "num_speculative_tokens": figures["draft_tokens"]}),
         draft_tokens=figures["draft_tokens"], most=figures["draft_tokens"] + 1, sequences=counts["evaluate"].get("sequences"), table=_table(figures),
+        standard=_standard(settings, figures), live=_live(figures.get("live")),
         shape=f"one Llama layer, {config.heads} heads, {config.kv_heads} KV heads of {config.head_dim}, FFN {config.intermediate_size}, rope base {config.rope_theta:g}",
         taps=list(config.taps), train_prompts=counts["prompts"].get("train"), source=settings.prompts.source,
         source_licence=f" ({data_licence})" if data_licence else "", train_tokens=counts["vocab"].get("counted_tokens"),
@@ -62,6 +65,46 @@ def model_card(context: Context, config: HeadConfig, figures: dict[str, Any]) ->
         draft_vocab=config.draft_vocab_size, vocab=config.vocab_size, coverage=counts["vocab"].get("coverage", float("nan")),
         versions=", ".join(f"{name} {version}" for name, version in context.run.ledger["versions"].items()),
     )  # fmt: skip
+
+
+def _standard(settings: Settings, figures: dict[str, Any]) -> str:
+    """Standard sets in the field's convention, the public cards beside them, and what differs."""
+    judged = {name: figure["standard"] for name, figure in figures["heads"].items() if figure.get("standard")}
+    if not judged:
+        return ""
+    sets = list(dict.fromkeys(name for of in judged.values() for name in of))
+    rows = [f"| head | {' | '.join(sets)} |", "|---" * (len(sets) + 1) + "|"]
+    rows += [f"| {name} | {' | '.join(_length(of.get(each)) for each in sets)} |" for name, of in judged.items()]
+    cards = cards_for(settings)
+    for card in cards:
+        lengths = (f"{card.lengths[each]:.3f}" if each in card.lengths else "-" for each in sets)
+        rows.append(f"| {card.model}, by its card{f' ({card.remark})' if card.remark else ''} | {' | '.join(lengths)} |")
+    said = ["", *(f"- {line}" for line in differences(settings))] if cards else []
+    heading = "### Standard prompts, never trained on"
+    return "\n".join(("", heading, "", *rows, *(["", "What differs from the cards:"] if cards else []), *said, ""))
+
+
+def _length(figure: dict[str, Any] | None) -> str:
+    if not figure or figure["acceptance_length"]["mean"] is None:
+        return "-"
+    length = figure["acceptance_length"]
+    interval = f" ({length['low']:.3f} to {length['high']:.3f})" if "low" in length else ""
+    return f"{length['mean']:.3f}{interval}, {figure['prompts']} prompts"
+
+
+def _live(live: dict[str, Any] | None) -> str:
+    """Speed through the real server, plain and with the winner."""
+    if not live or not live["speedup"]:
+        return ""
+    rows = ["| concurrency | way | output tokens/s | median inter-token ms | acceptance length | speed-up |", "|---|---|---|---|---|---|"]
+    for concurrency in live["speedup"]:
+        for way, entry in live["ways"].items():
+            run = entry["runs"][concurrency]
+            accepted = f"{run['spec_decode_acceptance_length']:.3f}" if "spec_decode_acceptance_length" in run else "-"
+            gained = f"{live['speedup'][concurrency]:.2f}" if way == live["winner"] else "-"
+            rows.append(f"| {concurrency} | {way} | {run['output_throughput']:.1f} | {run['median_itl_ms']:.2f} | {accepted} | {gained} |")
+    said = f"`vllm serve` and `vllm bench serve`, {live['requests']} prompts, temperature {live['sampling']['temperature']:g}; acceptance from the engine's counters."
+    return "\n".join(("", "### Through the real server", "", said, "", *rows, ""))
 
 
 def _sampling(sampling: Any) -> str:

@@ -28,7 +28,7 @@ MANIFEST_VERSION = 1
 
 
 def inputs(context: Context) -> list[Path]:
-    return [context.path / "trained", context.path / "evaluation.json", context.path / "baseline.json"]
+    return [context.path / "trained", context.path / "evaluation.json", context.path / "baseline.json", context.path / "live.json"]
 
 
 def outputs(context: Context) -> list[Path]:
@@ -50,6 +50,8 @@ def run(context: Context) -> dict[str, Any]:
         _export_for_sglang(context, head, building / "sglang", dtype)
     evaluation, baseline = read_json(context.path / "evaluation.json"), read_json(context.path / "baseline.json")
     figures = {"draft_tokens": evaluation["draft_tokens"], "heads": _short(baseline) | _short(evaluation), "gains": evaluation["gains"]}
+    if context.settings.evaluate.live.concurrencies and (context.path / "live.json").exists():
+        figures["live"] = _published_live(read_json(context.path / "live.json"))
     write_atomically(building / "README.md", card.model_card(context, head.config, figures).encode())
     files = {
         str(path.relative_to(building)): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
@@ -81,4 +83,11 @@ def published_settings(context: Context) -> dict[str, Any]:
 
 
 def _short(judged: dict[str, Any]) -> dict[str, Any]:
-    return {name: {"acceptance_length": figure["acceptance_length"], "rates": figure["rates"]} for name, figure in judged["heads"].items()}
+    shown = ("acceptance_length", "rates", "standard")
+    return {name: {key: figure[key] for key in shown if key in figure} for name, figure in judged["heads"].items()}
+
+
+def _published_live(live: dict[str, Any]) -> dict[str, Any]:
+    """The figures without commands and errors, which name this machine's paths."""
+    ways = {way: {"runs": {c: {k: v for k, v in run.items() if k != "command"} for c, run in of["runs"].items()}} for way, of in live["ways"].items()}
+    return {key: live[key] for key in ("winner", "draft_tokens", "sampling", "mode", "requests", "speedup")} | {"ways": ways}
