@@ -99,12 +99,14 @@ class GenerateSettings(Section):
     instant: SamplingSettings = Field(SamplingSettings(temperature=0.6), description="Sampling in instant mode")
     train_token_budget: int | None = Field(None, ge=1, description="Tokens of the train split, taken as a prefix in seeded id order; None takes all")
     max_dropped_share: Share = Field(0.01, description="More samples than this dropped stops the run")
+    stop_on_repetition: int | None = Field(512, ge=16, description="An answer ends where its last so many tokens repeat a piece of at most an eighth of them; None lets it run on")
 
 
 class StatesSettings(Section):
     dtype: Literal["verifier", "fp8"] = Field("verifier", description="Type of the stored train states; fp8 halves them, eval is never fp8")
     shard_mib: int = Field(1024, ge=1, description="Size of a shard file in MiB")
     extent_rows: int = Field(256, ge=1, description="Rows gathered for a sample before they are written as one extent")
+    check_one_in: int = Field(1000, ge=0, description="One response row in so many is read back and checked against its log-probability while writing; 0 checks none")
 
 
 class VocabSettings(Section):

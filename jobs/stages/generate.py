@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jobs.errors import MustFix
+from jobs.errors import JobError, MustFix
 from jobs.run import Context
 from jobs.stages import initial
 from jobs.stages.budget import Budget
 from jobs.stages.conversations import Conversation, read_conversations, seeded
+from jobs.stages.scheduling import BATCHES, Expectation, longest_first
 from jobs.storage.responses import RESPONSES, Response, ResponseLog, scan_responses
 from jobs.storage.shards import STORE
 from jobs.storage.states import StateLayout
@@ -32,7 +33,7 @@ from jobs.verifier.engine import Finished, Request, VerifierEngine
 from jobs.verifier.facts import VerifierFacts
 
 SETTINGS = (
-    "generate.backend", "generate.responses", "generate.max_new_tokens", "generate.thinking", "generate.instant",
+    "generate.backend", "generate.responses", "generate.max_new_tokens", "generate.thinking", "generate.instant", "generate.stop_on_repetition",
     "verifier.model", "verifier.revision", "verifier.dtype", "verifier.taps", "verifier.max_model_len", "job.seed",
 )  # fmt: skip
 # Seconds between two looks of the display.
@@ -75,10 +76,6 @@ def start_engine(context: Context) -> Any:
     settings = context.settings
     if settings.generate.backend == "speculators":
         from jobs.verifier import speculators_backend  # reference only, needs compat's speculators shims
-
-        return speculators_backend.start(context)
-    if settings.generate.backend == "speculators":
-        from jobs.verifier import speculators_backend
 
         return speculators_backend.start(context)
     taps = VerifierFacts.read(context.verifier_path).both_readings(settings.verifier.taps)
@@ -165,17 +162,26 @@ class Work:
             )
 
     def counts(self, seconds: float) -> dict[str, Any]:
+        """For the ledger. Every turn asked for is a response or was dropped for a reason, or this is a bug."""
         responses = tokens = answered = 0
+        ended = Counter[str]()
         for response in self.log:
             responses += 1
             tokens += response.tokens
             answered += len(response.response_token_ids)
+            ended[response.finish_reason] += 1
         if responses == 0:
             raise MustFix(
                 f"The {self.split} split has no response", where=str(self.log.path),
                 remedy="give more prompts, or a larger verifier.max_model_len",
             )  # fmt: skip
+        if self.share == 1.0 and self.expected != responses + self.dropped.total():
+            raise JobError(
+                f"{self.expected} turns of the {self.split} split were asked for, but {responses} are answered and {self.dropped.total()} dropped",
+                where=str(self.log.path),
+            )  # fmt: skip
         return {
+            "asked": self.expected, "ended": dict(ended),
             "turns": responses, "tokens": tokens, "response_tokens": answered, "rows": tokens - responses,
             "dropped": dict(self.dropped), "tokens_per_second": round(self.committed_tokens / max(seconds, 1e-9), 1),
         }  # fmt: skip
@@ -216,12 +222,19 @@ class Answering(Work):
                 conversation.answered(response, self.chat)
 
     def requests(self) -> Iterator[Request]:
-        for conversation in self.conversations:
+        block = None if self.budget.limit is None else BATCHES * self.context.settings.verifier.max_num_seqs
+        for conversation in longest_first(self.conversations, self.expectation(), block):
             if not self.budget.may_belong(conversation):
-                return
+                continue
             if request := self.next_turn(conversation):
                 self.active[conversation.id] = conversation
                 yield request
+
+    def expectation(self) -> Expectation:
+        """From the eval split's answers, which are there before the train split's are begun."""
+        answered = self.context.states("eval") / RESPONSES
+        earlier = [response for _, _, response in scan_responses(answered)] if self.split == "train" and answered.exists() else []
+        return Expectation(earlier, self.context.settings.generate.max_new_tokens)
 
     def next_turn(self, conversation: Conversation) -> Request | None:
         """The request for the next open turn, or None if there is none or it does not fit."""
@@ -243,12 +256,12 @@ class Answering(Work):
         return Request(
             id=sample, prompt_token_ids=prompt, max_tokens=min(settings.generate.max_new_tokens, room),
             temperature=sampling.temperature, top_p=sampling.top_p, seed=sample_seed(settings.job.seed, sample),
-            stop_token_ids=self.chat.stop_token_ids, note=conversation,
+            stop_token_ids=self.chat.stop_token_ids, loop_window=settings.generate.stop_on_repetition or 0, note=conversation,
         )  # fmt: skip
 
     def give_up(self, conversation: Conversation, reason: str, detail: str) -> None:
         """Drop the open turns of a conversation."""
-        conversation.finished = True
+        conversation.finished, conversation.given_up = True, reason
         self.drop(reason, len(conversation.turns) - len(conversation.answers), detail)
 
     def on_finished(self, finished: Finished) -> Iterable[Request]:
@@ -284,8 +297,8 @@ class Answering(Work):
             else:
                 outside.append(response.id)
         self.held = waiting
-        # In order, and what is outside stays outside: only the last ones have to be looked at.
-        while self.active and not self.budget.may_belong(last := next(reversed(self.active.values()))):
+        # What is outside stays outside, and so does what comes after it: only the last ones have to be looked at.
+        while self.active and not self.budget.may_belong(last := max(self.active.values(), key=lambda c: c.order)):
             outside.append(f"{last.id}#{len(last.answers)}")
             del self.active[last.id]
         if outside:
@@ -293,6 +306,11 @@ class Answering(Work):
 
     def counts(self, seconds: float) -> dict[str, Any]:
         used = [c for c in self.conversations if self.budget.may_belong(c)]
+        dropped = Counter[str]()
+        for conversation in used:
+            if conversation.given_up:
+                dropped[conversation.given_up] += len(conversation.turns) - len(conversation.answers)
+        self.expected, self.dropped = sum(len(c.turns) for c in used), dropped
         return {"prompts": len(used), "beyond_budget": len(self.conversations) - len(used), **super().counts(seconds)}
 
 

@@ -27,7 +27,7 @@ class Response:
     id: str  # "<prompt id>#<turn>"
     prompt_token_ids: list[int]
     response_token_ids: list[int]
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length" or "repetition"
     sampling: dict  # temperature, top_p, seed: what the answer was drawn with
     source: str
     thinking: bool

@@ -255,7 +255,8 @@ class ShardFile:
 
     def __init__(self, plan: ShardPlan, layout: StateLayout):
         self.plan, self.dirty = plan, False
-        self._strides = {name: dtype.itemsize * _elements(shape) for name, (dtype, shape) in layout.tensors().items()}
+        self._tensors = layout.tensors()
+        self._strides = {name: dtype.itemsize * _elements(shape) for name, (dtype, shape) in self._tensors.items()}
         self._descriptor = os.open(plan.path, os.O_RDWR | os.O_CLOEXEC)
 
     def write(self, first_row: int, rows: Rows) -> None:
@@ -264,6 +265,15 @@ class ShardFile:
                 place = self.plan.data_start + self.plan.offsets[name] + first_row * self._strides[name]
                 self.dirty = True
                 write_all(self._descriptor, _bytes_of(tensor), place)
+
+    def read(self, row: int) -> Rows:
+        """One row [1, ...] of every tensor, as a reader of the file would find it."""
+        found: Rows = {}
+        for name, (dtype, shape) in self._tensors.items():
+            place = self.plan.data_start + self.plan.offsets[name] + row * self._strides[name]
+            read = bytearray(os.pread(self._descriptor, self._strides[name], place))
+            found[name] = torch.frombuffer(read, dtype=dtype).view(1, *shape)
+        return found
 
     def sync(self) -> None:
         if self.dirty:

@@ -28,6 +28,7 @@ from jobs.storage.shards import (
     StateLayout,
     checksum,
     create_shard,
+    dequantize,
     encode,
     shard_name,
 )
@@ -126,6 +127,20 @@ class StateWriter:
             kept = [extent for extent, _, _ in resolve(sample.extents, length)]
             self._release(extent for extent in sample.extents if extent not in kept)
             sample.extents, sample.finished_rows = kept, length
+
+    def stored(self, sample_id: str, positions: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """final [k, H] and logprob [k] of a finished sample at `positions`, read back from the shards."""
+        found: list[Rows] = []
+        with self._lock:
+            sample = self._pending[sample_id]
+            spans = resolve(sample.extents, sample.finished_rows or 0)
+            for position in positions:
+                extent = next(extent for extent, start, end in spans if start <= position < end)
+                found.append(self._shards[extent.shard].read(extent.row + position - extent.position))
+        rows = {name: torch.cat([row[name] for row in found]) for name in ("final", "logprob")}
+        if self.layout.is_fp8:
+            rows["final"] = dequantize(rows["final"], torch.cat([row["final_scale"] for row in found]))
+        return rows["final"], rows["logprob"]
 
     def discard(self, sample_id: str) -> None:
         """Forget a sample that is not committed; its rows may be used again.

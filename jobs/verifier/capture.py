@@ -29,8 +29,9 @@ from typing import Any
 import torch
 
 from jobs.errors import EXIT_MUST_FIX, EXIT_TRY_AGAIN, JobError, MustFix, TryAgain
+from jobs.storage.reader import LOGPROB_TOLERANCE
 from jobs.storage.states import StateLayout, StateWriter
-from jobs.verifier.state_thread import Span, Step, StoreThread
+from jobs.verifier.state_thread import Ended, Span, Step, StoreThread
 
 SAMPLE_KEY = "eagle3_sample"  # extra_args: id of the sample the request's rows belong to
 LAST_TOKEN_KEY = "eagle3_last_token"  # extra_args of a prefill: the token after the fed ones
@@ -180,8 +181,13 @@ class CaptureExtension:
     An error is returned, not raised: vLLM would turn it into text.
     """
 
-    def capture_open(self, folder: str, layout: dict, tap_ids: list[int], shard_bytes: int, extent_rows: int) -> dict | None:
-        """Open (or recover) the store in `folder` and capture into it from the next step on."""
+    def capture_open(
+        self, folder: str, layout: dict, tap_ids: list[int], shard_bytes: int, extent_rows: int, lm_head: list[str] | None
+    ) -> dict | None:
+        """Open (or recover) the store in `folder` and capture into it from the next step on.
+
+        lm_head: folder of the checkpoint and name of its output head, for the rows that are to be checked.
+        """
         try:
             self.capture_close()
             if not hasattr(self, "_capture"):
@@ -190,17 +196,22 @@ class CaptureExtension:
             sink = None
             if _writes():
                 sink = StoreThread(StateWriter(Path(folder), layout, shard_bytes=shard_bytes, extent_rows=extent_rows))
+                if lm_head:
+                    sink.check_with(Path(lm_head[0]), lm_head[1], LOGPROB_TOLERANCE[layout.dtype])
             self._capture.open(tap_ids, layout.taps, sink)
         except JobError as error:
             return describe(error)
         return None
 
-    def capture_finish(self, samples: list[tuple[str, int]], wait: bool) -> dict | None:
-        """{"done": {sample: None or reason}, "failure": None or description}; None on ranks that do not write."""
+    def capture_finish(self, samples: list[tuple[str, int, list[tuple[int, int]]]], wait: bool) -> dict | None:
+        """{"done": {sample: None or reason}, "failure": None or description}; None on ranks that do not write.
+
+        samples: the fields of `state_thread.Ended`.
+        """
         sink = self._capture.sink
         if sink is None:
             return None
-        done = sink.finish([(sample, tokens) for sample, tokens in samples], wait)
+        done = sink.finish([Ended(*sample) for sample in samples], wait)
         return {"done": done, "failure": None if sink.failure is None else describe(sink.failure)}
 
     def capture_discard(self, samples: list[str]) -> None:

@@ -16,7 +16,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,9 @@ from jobs.settings import StatesSettings, VerifierSettings
 from jobs.storage.states import StateLayout
 from jobs.verifier.capture import LAST_TOKEN_KEY, SAMPLE_KEY, rebuild
 from jobs.verifier.facts import VerifierFacts
+from jobs.verifier.fit import refuse_too_large
+from jobs.verifier.repetition import loops_now
+from jobs.verifier.requests import Finished, Request
 from jobs.verifier.watchdog import Watchdog
 
 __all__ = ["Finished", "Request", "VerifierEngine", "VerifierFacts"]
@@ -33,39 +35,11 @@ __all__ = ["Finished", "Request", "VerifierEngine", "VerifierFacts"]
 WAITING_SHARE = 0.25
 # Seconds between two looks at the number of tokens, for the watchdog and the display.
 COUNT_EVERY = 0.5
+# Seconds between two looks for answers that go round in circles; what is decoded meanwhile is cut off again.
+LOOP_EVERY = 5.0
 # kv_lora_rank + qk_rope_head_dim that vLLM's GPU kernels for MLA take; another width (the tiny verifier's) runs as
 # plain attention. Source: get_supported_head_sizes, vllm/model_executor/layers/attention/mla_attention.py.
 MLA_WIDTH = 576
-
-
-@dataclass(frozen=True)
-class Request:
-    """One sequence: a prompt to answer, or with `response_token_ids` an existing answer to prefill."""
-
-    id: str
-    prompt_token_ids: list[int]
-    max_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    response_token_ids: list[int] | None = None
-    note: Any = None  # carried through to Finished untouched
-
-
-@dataclass(frozen=True)
-class Finished:
-    """An answer with its states durable (`dropped` is None), or the reason why it is dropped."""
-
-    request: Request
-    response_token_ids: list[int]  # the engine's own ids, the stop id kept
-    finish_reason: str  # "stop" | "length"
-    dropped: str | None = None
-
-    @property
-    def tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.response_token_ids)
 
 
 class VerifierEngine:
@@ -88,8 +62,8 @@ class VerifierEngine:
         self.model, self.settings, self.capture_taps = Path(model), settings, tuple(sorted(capture_taps))
         self.facts = VerifierFacts.read(self.model)
         self.tokens = 0  # decoded by this engine so far, running answers included
-        self._ended_tokens, self._counted_at = 0, 0.0
-        self._open = False
+        self._ended_tokens, self._counted_at, self._looked_at = 0, 0.0, time.monotonic()
+        self._open, self._check_one_in = False, 0
         self._dead = False  # it failed or hangs: it is closed, and not asked anything any more
         self._running: dict[str, Request] = {}
         arguments = _arguments(self.model, settings, self.facts, seed, self.capture_taps) | (engine_arguments or {})
@@ -99,6 +73,7 @@ class VerifierEngine:
                 where="verifier.dtype", remedy="use bfloat16",
             )  # fmt: skip
         prepare_environment(settings, self.facts)
+        refuse_too_large(self.model, settings)
         self._llm = _start(arguments, self.model)
 
     # ------------------------------------------------------------------ the store
@@ -115,10 +90,11 @@ class VerifierEngine:
             list(self.capture_taps),
             states.shard_mib << 20,
             states.extent_rows,
+            [str(self.model), self.facts.lm_head_name] if states.check_one_in else None,
         ):
             if failure:
                 raise rebuild(failure)
-        self._open = True
+        self._open, self._check_one_in = True, states.check_one_in
 
     def close_store(self) -> None:
         if self._open:
@@ -218,9 +194,26 @@ class VerifierEngine:
             if request.response_token_ids is not None:
                 finished.append(Finished(request, request.response_token_ids, "prefill"))
             else:
-                finished.append(Finished(request, list(answer.token_ids), answer.finish_reason or "abort"))
+                finished.append(Finished.of(request, list(answer.token_ids), answer.finish_reason or "abort"))
         self._count_tokens()
-        return finished
+        return finished + self._stop_loops()
+
+    def _stop_loops(self) -> list[Finished]:
+        """End answers that repeat themselves, now and then; they are finished as any other."""
+        now, ended = time.monotonic(), []
+        if now - self._looked_at < LOOP_EVERY:
+            return ended
+        self._looked_at = now
+        for state in list(self._llm.llm_engine.output_processor.request_states.values()):
+            request = self._running.get(state.external_req_id)
+            if request and request.loop_window and loops_now(tokens := state.detokenizer.output_token_ids, request.loop_window):
+                ended.append(Finished.of(request, list(tokens), "repetition"))
+        for finished in ended:
+            del self._running[finished.request.id]
+            self._ended_tokens += len(finished.response_token_ids)
+        if ended:
+            self._llm.llm_engine.abort_request([finished.request.id for finished in ended])
+        return ended
 
     def _settle(self, fresh: list[Finished], durable_soon: dict[str, Finished], *, wait: bool) -> list[Finished]:
         """Those of `durable_soon` whose rows are on disk by now; `fresh` are asked for."""
@@ -229,7 +222,7 @@ class VerifierEngine:
         if not self._open:
             settled, _ = list(durable_soon.values()), durable_soon.clear()
             return settled
-        replies = self._rpc("capture_finish", [(item.request.id, item.tokens) for item in fresh], wait)
+        replies = self._rpc("capture_finish", [(item.request.id, item.tokens, item.checks(self._check_one_in)) for item in fresh], wait)
         reply = next(reply for reply in replies if reply is not None)
         settled = []
         for sample, reason in reply["done"].items():

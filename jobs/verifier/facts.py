@@ -10,9 +10,12 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs.errors import MustFix
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 # Bytes at each end of a weights file that go into the revision of a local checkpoint.
@@ -146,6 +149,17 @@ def tensor_names(model: Path) -> list[str]:
         weight_files(model)
         return sorted(_read_json(index)["weight_map"])
     return sorted(name for path in weight_files(model) for name in _header(path) if name != "__metadata__")
+
+
+def read_tensor(model: Path, name: str) -> "Tensor":
+    """One tensor of a checkpoint, mapped from its file. Raises MustFix where there is none of this name."""
+    from safetensors import safe_open
+
+    for path in weight_files(model):
+        if name in _header(path):
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name)
+    raise MustFix(f"There is no tensor {name}", where=str(model), remedy="fetch the verifier again")
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from jobs.errors import Interrupted, JobError, MustFix, TryAgain
 from jobs.settings import VerifierSettings
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateWriter
 from jobs.verifier.engine import prepare_environment
-from jobs.verifier.facts import VerifierFacts, weight_files
+from jobs.verifier.facts import VerifierFacts, read_tensor
 
 if TYPE_CHECKING:
     from jobs.run import Context
@@ -56,7 +55,7 @@ class SpeculatorsVerifier:
             raise MustFix(f"speculators gives no state for tap {outside[0]}", where="verifier.taps", remedy=f"choose ids from 1 to {self.facts.layers}")
         # The output of the last layer is what the final norm is applied to.
         self._layers = sorted({tap - 1 for tap in taps} | {self.facts.layers - 1})
-        self._norm = _read_tensor(self.model, self.facts.final_norm_name).float()  # [H]
+        self._norm = read_tensor(self.model, self.facts.final_norm_name).float()  # [H]
         self._generator = _start(self.model, settings, self._layers)
 
     def states(self, sequences: Sequence[list[int]], taps: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -188,11 +187,3 @@ def _start(model: Path, settings: VerifierSettings, layers: list[int]):
         raise MustFix(f"speculators' generator refuses the verifier: {error}", where=str(model), remedy="correct the settings under [verifier]") from error
     except Exception as error:
         raise TryAgain(f"speculators' generator did not start: {type(error).__name__}: {error}", where=str(model), remedy="run the same command again") from error
-
-
-def _read_tensor(model: Path, name: str) -> Tensor:
-    for path in weight_files(model):
-        with safe_open(path, framework="pt") as file:
-            if name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                return file.get_tensor(name)
-    raise MustFix(f"There is no tensor {name}", where=str(model), remedy="fetch the verifier again")

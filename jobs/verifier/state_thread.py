@@ -11,12 +11,14 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from jobs.errors import JobError
 from jobs.storage.states import StateGap, StateWriter
+from jobs.verifier.logprob_gate import Check, LogprobGate
 
 # Steps between the compute stream and the disk. When the disk is slower the worker waits here, so
 # memory stays bounded: at most this many steps of max_num_batched_tokens rows each.
@@ -44,6 +46,14 @@ class Span(NamedTuple):
     def may_know_next(self) -> bool:
         """Whether rows before the sampled ones can have a next token that is known already."""
         return self.last_token is not None or not self.sampled or self.rows > 1 + self.drafts
+
+
+class Ended(NamedTuple):
+    """A sample whose last token is there: all its tokens, and rows to check as (position, next token)."""
+
+    sample: str
+    tokens: int
+    checks: Sequence[tuple[int, int]] = ()
 
 
 @dataclass
@@ -102,6 +112,7 @@ class StoreThread:
 
     def __init__(self, writer: StateWriter):
         self.writer = writer
+        self.gate: LogprobGate | None = None  # see `check_with`
         self.failure: BaseException | None = None
         self._done: dict[str, str | None] = {}
         self._closed: set[str] = set()
@@ -112,11 +123,15 @@ class StoreThread:
         self._thread = threading.Thread(target=self._loop, name="state-writer", daemon=True)
         self._thread.start()
 
+    def check_with(self, model: Path, lm_head: str, tolerance: float) -> None:
+        """Check the rows named in `finish` against the output head in the checkpoint; such a sample is done when it passed."""
+        self.gate = LogprobGate(model, lm_head, tolerance, self._checked)
+
     def put(self, step: Step) -> None:
         self._queue.put(lambda: self._write(step))
 
-    def finish(self, samples: Sequence[tuple[str, int]], wait: bool) -> dict[str, str | None]:
-        """Ask for `samples` (id, tokens) to be made durable; returns {id: None or why it is dropped}.
+    def finish(self, samples: Sequence[Ended], wait: bool) -> dict[str, str | None]:
+        """Ask for `samples` to be made durable; returns {id: None or why it is dropped}.
 
         Of this and earlier calls those are returned that are done by now; with `wait`, all of them.
         """
@@ -124,6 +139,10 @@ class StoreThread:
             self._queue.put(lambda: self._finish(samples))
         if wait:
             self._queue.join()
+            if self.gate:
+                self.gate.join()
+        if self.gate and self.gate.failure:
+            self.failure = self.failure or self.gate.failure
         with self._lock:
             done, self._done = self._done, {}
         return done
@@ -134,6 +153,8 @@ class StoreThread:
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
+        if self.gate:
+            self.gate.close()
         # What already failed is reported once; closing lets go of the folder even so.
         with contextlib.suppress(JobError if self.failure else ()):
             self.writer.close()
@@ -189,21 +210,32 @@ class StoreThread:
             at = slice(first, first + rows)
             self.writer.append(sample, position, taps[at], final[at], logprob[at])
 
-    def _finish(self, samples: Sequence[tuple[str, int]]) -> None:
+    def _finish(self, samples: Sequence[Ended]) -> None:
         done: dict[str, str | None] = {}
-        for sample, tokens in samples:
-            self._closed.add(sample)
-        self._hand_over([sample for sample, _ in samples])
-        for sample, tokens in samples:
+        for ended in samples:
+            self._closed.add(ended.sample)
+        self._hand_over([ended.sample for ended in samples])
+        for ended in samples:
             try:
-                self.writer.finish(sample, tokens)
-                done[sample] = None
+                self.writer.finish(ended.sample, ended.tokens)
+                done[ended.sample] = None
             except StateGap as gap:
-                self.writer.discard(sample)
-                done[sample] = gap.sentence()
+                self.writer.discard(ended.sample)
+                done[ended.sample] = gap.sentence()
         self.writer.sync()
+        for ended in samples:
+            if self.gate and ended.checks and done[ended.sample] is None:
+                del done[ended.sample]  # `_checked` says it
+                positions, tokens = zip(*ended.checks, strict=True)
+                self.gate.add(Check(ended.sample, positions, *self.writer.stored(ended.sample, positions), tokens))
         with self._lock:
             self._done.update(done)
+
+    def _checked(self, sample: str, reason: str | None) -> None:
+        if reason:
+            self.writer.discard(sample)
+        with self._lock:
+            self._done[sample] = reason
 
     def _discard(self, samples: Sequence[str]) -> None:
         for sample in samples:

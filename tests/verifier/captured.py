@@ -28,7 +28,7 @@ def requests(count: int = 48) -> list[Request]:
 
 def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...] = TAPS) -> StateStore:
     """Answer (or prefill) `wanted` into a new store and return it; a dropped sample is a failure."""
-    engine.open_store(folder, layout_of(engine, taps), StatesSettings(shard_mib=16, extent_rows=32))
+    engine.open_store(folder, layout_of(engine, taps), StatesSettings(shard_mib=16, extent_rows=32, check_one_in=20))
     with ResponseLog(folder) as log:
 
         def commit(finished: Finished) -> tuple:

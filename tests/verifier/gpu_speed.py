@@ -1,6 +1,6 @@
 """Rates on a CUDA device, as ratios of two ways on the same machine: ours, and speculators' generator with its files.
 
-    python gpu_speed.py make|ours|speculators WORK [tiny]      one line of JSON
+    python gpu_speed.py make|ours|speculators|sampler WORK [tiny]      one line of JSON
 
 `make` writes a Kimi-K2.5 of middle size with random weights (the real attention shape; 3 B parameters).
 `ours` decodes with and without capture on one engine, taking turns, and prefills the answers into a store.
@@ -185,8 +185,40 @@ def speculators(work: Path, model: Path) -> dict:
     return {"start_s": round(started, 1), "seconds": [round(t, 2) for t in times], "rows": rows, "rows_per_s": round(rows / min(times))}
 
 
+def sampler(requests: int = 1024, vocabulary: int = 163840) -> dict:
+    """Milliseconds to draw a batch's tokens at the real vocabulary: vLLM's way with seeds, and ours, eager and fused."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    from jobs.verifier.sampling import invert, nucleus
+
+    torch.manual_seed(0)
+    logits = torch.randn(requests, vocabulary, device="cuda") * 3.0
+    top_p, uniform = torch.full((requests,), 0.95, device="cuda"), torch.rand(requests, device="cuda")
+    generators = {i: torch.Generator("cuda") for i in range(requests)}
+    theirs, fused = TopKTopPSampler(), torch.compile(nucleus, dynamic=True)
+    ways = {
+        "vllm top_p and seeds": lambda: theirs.forward_native(logits.clone(), generators, None, top_p),
+        "vllm top_p": lambda: theirs.forward_native(logits.clone(), {}, None, top_p),
+        "vllm seeds": lambda: theirs.forward_native(logits.clone(), generators, None, None),
+        "ours eager": lambda: invert(nucleus(logits.softmax(dim=-1), top_p), uniform),
+        "ours fused": lambda: invert(fused(logits.softmax(dim=-1), top_p), uniform),
+    }
+    found = {}
+    for name, way in ways.items():
+        way()
+        torch.cuda.synchronize()
+        begun = time.monotonic()
+        for _ in range(5):
+            way()
+        torch.cuda.synchronize()
+        found[name] = round((time.monotonic() - begun) / 5 * 1000, 2)
+    return {"milliseconds": found, "requests": requests, "vocabulary": vocabulary, "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)}
+
+
 def main(step: str, work: Path, tiny: bool) -> dict:
     work.mkdir(parents=True, exist_ok=True)
+    if step == "sampler":
+        return sampler()
     model = CHECKPOINT if tiny else work.parent / "middle"
     return make(model) if step == "make" else {"ours": ours, "speculators": speculators}[step](work, model)
 

@@ -118,6 +118,45 @@ def test_a_lost_row_drops_the_sample_and_names_it(engine, tmp_path, monkeypatch)
     assert "s01#0" in finished["s01#0"].dropped and "position" in finished["s01#0"].dropped
 
 
+def test_misattributed_rows_are_caught_while_they_are_written(engine, tmp_path, monkeypatch):
+    """Rows complete, but those of the neighbour in the batch: only the log-probability tells, and it tells in the run."""
+    capture = engine._llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker._capture
+    read = type(capture)._read
+
+    def shifted(self, state, output):
+        step = read(self, state, output)
+        if step is not None and len(step.final) == 3:  # all three decode
+            step.final = step.final.roll(1, 0)
+        return step
+
+    monkeypatch.setattr(type(capture), "_read", shifted)
+    engine.open_store(tmp_path, layout_of(engine), StatesSettings(shard_mib=16, check_one_in=1))
+    finished: dict[str, Finished] = {}
+    wanted = [Request(r.id, [5 + k] * 20, max_tokens=4 + k, ignore_eos=True) for k, r in enumerate(requests(3))]
+    engine.run(wanted, lambda f: finished.update({f.request.id: f}) or ())
+    engine.close_store()
+    assert set(finished) == {"s00#0", "s01#0", "s02#0"}
+    for sample, end in finished.items():
+        assert sample in end.dropped and "log-probability" in end.dropped
+
+
+def test_an_answer_that_loops_ends_where_the_loop_is_complete(engine, tmp_path, monkeypatch):
+    """Greedy answers of the tiny verifier go round in circles. Looked at in time or only at the end, the cut is the same."""
+    prompts = [[42] * 5, [44, 32, 695] * 3, [44, 32, 695] * 4, [40] * 5]
+    wanted = [Request(f"loop{k}#0", prompt, max_tokens=100, ignore_eos=True, loop_window=24) for k, prompt in enumerate(prompts)]
+    monkeypatch.setattr("jobs.verifier.engine.LOOP_EVERY", 0.0)
+    decoded = engine.tokens
+    stopped = answer_into(engine, tmp_path / "stopped", wanted)
+    decoded = engine.tokens - decoded
+    monkeypatch.setattr("jobs.verifier.engine.LOOP_EVERY", 1e9)
+    whole_answers = answer_into(engine, tmp_path / "whole", wanted)
+    answers = [stopped.response(i) for i in stopped.ids()]
+    assert answers == [whole_answers.response(i) for i in whole_answers.ids()]
+    looped = [a for a in answers if a.finish_reason == "repetition"]
+    assert len(looped) >= 2 and all(24 <= len(a.response_token_ids) < 100 for a in looped)
+    assert decoded < sum(len(a.response_token_ids) for a in answers) + 8 * len(answers)  # they were really stopped
+
+
 def test_a_fault_of_the_caller_is_not_blamed_on_the_engine(engine):
     """A bug must not look like a passing fault (75, "run it again"), and the engine serves on after it."""
 

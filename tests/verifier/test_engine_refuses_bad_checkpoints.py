@@ -89,3 +89,15 @@ def test_int4_without_its_quantization_config(copy):
 def test_float16_is_refused_before_anything_is_loaded():
     with pytest.raises(MustFix, match="cannot run in float16"):
         VerifierEngine(CHECKPOINT, VerifierSettings(), seed=0, engine_arguments={"dtype": "float16"})
+
+
+def test_what_does_not_fit_is_said_before_it_is_loaded_and_by_how_much(copy):
+    """Ten terabytes of weights (a sparse file), and a cache longer than any memory."""
+    weights = next(copy.glob("*.safetensors"))
+    with open(weights, "r+b") as file:
+        file.truncate(10_000_000_000_000)
+    with pytest.raises(MustFix, match=r"does not fit: 100\d\d\.\d GB are needed and .* GB too little") as refused:
+        VerifierEngine(copy, VerifierSettings(), seed=0)
+    assert "10000.0 GB of weights" in refused.value.where and refused.value.exit_code == 78
+    with pytest.raises(MustFix, match="GB too little"):
+        VerifierEngine(CHECKPOINT, VerifierSettings(max_model_len=1 << 32), seed=0)

@@ -5,12 +5,14 @@ that is preempted and computes its positions again, rows that come after the end
 position as numbers, so a misplaced one is seen.
 """
 
+import dataclasses
 import random
 
 import torch
+from safetensors.torch import save_file
 
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
-from jobs.verifier.state_thread import ROWS_TOGETHER, Span, Step, StoreThread
+from jobs.verifier.state_thread import ROWS_TOGETHER, Ended, Span, Step, StoreThread
 
 TAPS, HIDDEN = (2, 5, 7), 4
 LAYOUT = StateLayout(TAPS, HIDDEN, "float32", "made up", "0" * 40, "0" * 64)
@@ -66,7 +68,7 @@ def written(folder, steps, lengths) -> StateStore:
     for step in steps:
         thread.put(step_of(step))
     names = {f"s{i}#0": length for i, length in enumerate(lengths)}
-    assert thread.finish(list(names.items()), wait=True) == dict.fromkeys(names)
+    assert thread.finish([Ended(*item) for item in names.items()], wait=True) == dict.fromkeys(names)
     thread.put(step_of([(0, lengths[0] - 1, 1, 0, 0)]))  # asynchronous scheduling: a step that was in flight
     thread.close()
     assert thread.failure is None
@@ -96,3 +98,25 @@ def test_one_step_of_prefills_in_another_order(tmp_path):
     lengths = [ROWS_TOGETHER // 2, 5, ROWS_TOGETHER // 2 + 9]
     pieces = [(2, 0, lengths[2] - 1, 0, 0), (0, 0, lengths[0] - 1, 0, 0), (1, 0, lengths[1] - 1, 0, 0)]
     assert_right(written(tmp_path, [pieces], lengths), lengths)
+
+
+def test_checked_rows_are_answered_for_in_every_type(tmp_path):
+    """A true row passes, one whose state is another's is named; in FP8 as in the verifier's own type, read back from the file."""
+    generator = torch.Generator().manual_seed(1)
+    head = torch.randn(40000, HIDDEN, generator=generator)  # more than one part of the vocabulary
+    save_file({"lm_head.weight": head}, tmp_path / "model.safetensors")
+    final = torch.randn(30, HIDDEN, generator=generator)
+    tokens = torch.randint(0, 40000, (30,), generator=generator)
+    logprob = (final @ head.T).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    for dtype, tolerance in (("float32", 1e-3), ("bfloat16", 0.25), ("float8_e4m3fn", 1.0)):
+        thread = StoreThread(StateWriter(tmp_path / dtype, dataclasses.replace(LAYOUT, dtype=dtype), shard_bytes=1 << 16, extent_rows=8))
+        thread.check_with(tmp_path, "lm_head.weight", tolerance)
+        store_as = torch.float32 if dtype == "float32" else torch.bfloat16
+        for sample, states in (("true#0", final), ("false#0", final.roll(1, 0))):
+            spans = [Span(sample, 0, 30, 0, 0, 0, False, None)]
+            thread.put(Step(spans, states[:, None].repeat(1, 3, 1).to(store_as), states.to(store_as), logprob.clone(), None, None))
+        checks = [(place, int(tokens[place])) for place in (0, 13, 29)]
+        done = thread.finish([Ended("true#0", 31, checks), Ended("false#0", 31, checks)], wait=True)
+        thread.close()
+        assert thread.failure is None and done["true#0"] is None
+        assert "false#0" in done["false#0"] and "position 0" in done["false#0"] and "log-probability" in done["false#0"]

@@ -1,0 +1,57 @@
+"""Does the verifier fit? Asked of file sizes and the device's memory before twenty minutes are spent on a load."""
+
+import json
+from pathlib import Path
+
+from jobs.errors import MustFix
+from jobs.settings import VerifierSettings
+from jobs.verifier.facts import weight_files
+
+# What a process needs beside weights and cache: CUDA's context, NCCL's buffers, the activations of one step.
+OVERHEAD_BYTES = 1 << 30
+
+
+def refuse_too_large(model: Path, settings: VerifierSettings) -> None:
+    """Raise MustFix with the number of missing gigabytes where weights and one longest sequence exceed the memory.
+
+    Weights count as their files do, split over the tensor-parallel devices; the latent cache of MLA is held by
+    every one of them, another cache is split. On CPU every tensor-parallel process shares the machine's memory.
+    """
+    import torch
+
+    config = json.loads((model / "config.json").read_text())
+    text = config.get("text_config", config)
+    weights = sum(path.stat().st_size for path in weight_files(model))
+    share, cache = settings.tensor_parallel_size, cache_bytes(text, settings)
+    if torch.cuda.is_available():
+        given, what = int(device_bytes() * settings.gpu_memory_utilization), f"each of {share} GPU(s)"
+        needed = weights // share + (cache if "kv_lora_rank" in text else cache // share) + OVERHEAD_BYTES
+    else:
+        import psutil
+
+        given, what = psutil.virtual_memory().total, "this machine"
+        needed = weights + cache
+    if needed > given:
+        raise MustFix(
+            f"The verifier does not fit: {needed / 1e9:.1f} GB are needed and {what} gives {given / 1e9:.1f} GB, {(needed - given) / 1e9:.1f} GB too little",
+            where=f"{model}, {weights / 1e9:.1f} GB of weights, verifier.max_model_len = {settings.max_model_len}",
+            remedy="use more or larger GPUs (verifier.tensor_parallel_size), a quantized checkpoint or a smaller verifier.max_model_len",
+        )
+
+
+def cache_bytes(text: dict, settings: VerifierSettings) -> int:
+    """Bytes of the KV cache of one sequence of verifier.max_model_len tokens on one device, undivided."""
+    width = 4 if settings.dtype == "float32" else 2
+    if "kv_lora_rank" in text and text["kv_lora_rank"]:
+        values = text["kv_lora_rank"] + text["qk_rope_head_dim"]
+    else:
+        heads = text["num_attention_heads"]
+        values = 2 * text.get("num_key_value_heads", heads) * (text.get("head_dim") or text["hidden_size"] // heads)
+    return text["num_hidden_layers"] * values * width * settings.max_model_len
+
+
+def device_bytes() -> int:
+    """Memory of the first GPU, asked of the driver's management library: no CUDA context is made in this process."""
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_total_memory()
