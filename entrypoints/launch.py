@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jobs.errors import EXIT_DONE, JobError, MustFix
-from jobs.run import STAGES, Context, RunDirectory, is_asked_for
+from jobs.run import ON_REQUEST, STAGES, Context, RunDirectory, is_asked_for
 from jobs.settings import Settings, load
 
 
@@ -252,7 +252,8 @@ def _planned(settings: Settings, path: Path) -> dict[str, Any]:
     lines += ["", planning.render_plans(plans)]
     return {
         "status": "planned", "exit_code": EXIT_DONE, "error": None, "run_dir": str(path.absolute()),
-        "stages": {name: {"state": "pending", "seconds": 0.0, "counts": {}} for name in STAGES if is_asked_for(name, settings)}, "verifier_loads": 0, "acceptance": {}, "published": None,
+        "stages": {name: {"state": "pending", "seconds": 0.0, "counts": {}} for name in STAGES if name not in ON_REQUEST}, "verifier_loads": 0, "acceptance": {}, "published": None,
+        "on_request": [name for name in ON_REQUEST if is_asked_for(name, settings)],
         "cost": {"amount": 0.0, "currency": settings.rental.currency}, "settings": settings.as_dict(), "plans": [p.as_dict() for p in plans], "text": "\n".join(lines),
     }  # fmt: skip
 

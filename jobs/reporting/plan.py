@@ -6,6 +6,7 @@ and its disk or link need, because they overlap. On the local box's own figures 
 measured times; tests/reporting holds it to that.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,8 +190,21 @@ def for_all_machines(settings: Settings, ledger: Mapping[str, Any] | None = None
         if not machine.gpus and verifier.bytes > LARGEST_ON_CPU:
             continue
         rates = measured if measured is None or machine is ran_on else transfer(measured, ran_on, machine)
-        plans.append(plan(settings, rates, machine, verifier=verifier, train_gpus=train_gpus))
+        made = plan(settings, rates, machine, verifier=verifier, train_gpus=train_gpus)
+        plans.append(replace(made, assumptions=(*made.assumptions, *scaling_lines(ledger or {}))))
     return plans
+
+
+def scaling_lines(ledger: Mapping[str, Any]) -> list[str]:
+    """What a finished run's scaling table says about more data: acceptance by samples, and what a doubling brought."""
+    stages = figures.mapping(ledger.get("stages"))
+    rows = figures.mapping(figures.mapping(stages.get("scaling")).get("counts")).get("table") or []
+    if len(rows) < 2:
+        return []
+    told = ", ".join(f"{row['acceptance_length']:.2f} with {row['samples']:,} samples" for row in rows)
+    before, last = rows[-2:]
+    doubled = (last["acceptance_length"] - before["acceptance_length"]) / math.log2(last["samples"] / before["samples"])
+    return [f"scaling table of the run: {told}; at its end a doubling of the samples brought {doubled:+.3f}, and the next one brings less or as much"]
 
 
 def _measured(settings: Settings, verifier: VerifierSize, ledger: Mapping[str, Any]) -> tuple[Rates, Machine]:
@@ -303,6 +317,7 @@ def _stages(
         StagePlan("vocab", work.train_tokens.over(TOKENS_COUNTED_PER_SECOND), ZERO, "counting tokens"),
         _train(settings, rates, work, train_gpus),
         _replay("evaluate", settings, rates, work, 1),
+        *_live(settings, rates),
         StagePlan("package", head.over(HASHED_PER_SECOND), head, "writing and hashing"),
         StagePlan(
             "push",
@@ -310,7 +325,29 @@ def _stages(
             head,
             f"link of {machine.link_gbps:g} Gbps" if uploads else "disk",
         ),
+        *_scaling(settings, rates, work, train_gpus),
     ]
+
+
+def _live(settings: Settings, rates: Rates) -> list[StagePlan]:
+    """Two loads, and the answers at each concurrency twice; a winner that is faster only shortens it."""
+    live = settings.evaluate.live
+    if not live.concurrencies:
+        return []
+    longest = live.max_new_tokens or settings.generate.max_new_tokens
+    tokens = Range(0.3 * live.requests * longest, live.requests * longest)
+    seconds = rates.load_seconds.times(1 / rates.spread, rates.spread).times(2)
+    for concurrency in live.concurrencies:
+        seconds = seconds + tokens.over(rates.per_second(rates.generate_at(concurrency))).times(1, 2)
+    return [StagePlan("live", seconds, ZERO, f"two loads of the verifier, {live.requests} requests at {', '.join(map(str, live.concurrencies))} at once")]
+
+
+def _scaling(settings: Settings, rates: Rates, work: Workload, train_gpus: int) -> list[StagePlan]:
+    shares = settings.evaluate.scaling
+    if not shares:
+        return []
+    whole, judged = _train(settings, rates, work, train_gpus), _replay("scaling", settings, rates, work, len(shares))
+    return [StagePlan("scaling", whole.seconds.times(sum(shares)) + judged.seconds, whole.bytes, f"training on {', '.join(f'{share:.0%}' for share in shares)} of the samples")]
 
 
 def fetch_bytes(settings: Settings, verifier: VerifierSize, work: Workload) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jobs.settings import Settings
 
 DRAFT_TOKENS = 3
-SETS = ("mt-bench", "humaneval", "gsm8k", "math500")
+SETS = {"mt-bench": 80, "humaneval": 164, "gsm8k": 1319, "math500": 500}  # prompts of each
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.errors import MustFix
+from jobs.reporting.public_cards import SETS
 from jobs.settings import Settings
 
 WIDTH = {"bfloat16": 2, "float32": 4}
@@ -183,6 +184,11 @@ class Workload:
         return self.train_tokens.times(self.train_bytes_per_token)
 
 
+def standard_samples(settings: Settings) -> int:
+    """Standard prompts answered beside the eval split; a set of one's own without a number counts as none."""
+    return sum(min(each.samples or SETS.get(each.name, 0), SETS.get(each.name, each.samples or 0)) for each in settings.prompts.standard)
+
+
 def workload(
     settings: Settings,
     verifier: VerifierSize,
@@ -202,7 +208,7 @@ def workload(
         # An estimate under the budget stays: a budget limits, it does not create answers.
         train = Range(min(train.low, budget), min(train.high, budget))
         assumptions.append(f"train split limited to {budget:,} tokens by generate.train_token_budget")
-    evaluation = length.times(settings.prompts.eval_samples)
+    evaluation = length.times(settings.prompts.eval_samples + standard_samples(settings))
     taps = len(settings.verifier.taps or (0, 0, 0))
     # Both readings of every tap id (i and i+1) are kept for the eval split; the tap sets do not overlap.
     dtype = settings.verifier.dtype

@@ -32,6 +32,7 @@ def test_dry_run_says_what_would_run_on_any_machine(job, tmp_path):
     assert list(result["stages"]) == [
         "preflight", "fetch", "prompts", "generate.eval", "baseline", "generate.train", "vocab", "train", "evaluate", "package", "push",
     ]  # fmt: skip
+    assert result["on_request"] == (["live"] if job == "hero" else [])
     assert {"run_dir", "verifier_loads", "acceptance", "published", "cost", "plans"} <= result.keys()
     assert not (tmp_path / "run").exists(), "a dry run leaves nothing behind"
 
