@@ -88,10 +88,9 @@ def states_of_reference(reference: Reference):
     return states
 
 
-def taps_of_kimi(taps: str, compiled: str = "eager") -> dict:
-    """Chunked prefill and decode of three prompts with `taps` given out, against transformers."""
-    wanted = json.loads(taps)
-    llm = start(additional_config={"eagle3_job_taps": wanted}, enforce_eager=compiled != "compiled")
+def taps_of_kimi(wanted: list[int]) -> dict:
+    """Chunked prefill and decode of three prompts with the taps `wanted` given out, against transformers."""
+    llm = start(additional_config={"eagle3_job_taps": wanted})
     asked = prompts(1500, 10, 100, 33)
     answers, rows = answer_watched(llm, asked, 8)
     states = states_of_reference(Reference(CHECKPOINT))
@@ -192,7 +191,7 @@ def speculation_without_its_shim(folder: str) -> dict:
 
 
 def taps_of_both(folder: str) -> dict:
-    kimi = taps_of_kimi("[0, 2, 3, 5, 7, 10]")  # 0 the embedding, 10 the last layer's output
+    kimi = taps_of_kimi([0, 2, 3, 5, 7, 10])  # 0 the embedding, 10 the last layer's output
     gc.collect()
     return {"kimi": kimi, "llama": taps_of_llama(folder)}
 

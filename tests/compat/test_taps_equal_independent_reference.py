@@ -19,10 +19,3 @@ def test_every_kind_of_id_in_chunked_prefill_and_decode(seen):
 def test_llama_gives_the_same_and_refuses_what_it_cannot(seen):
     assert seen["llama"]["worst"] < CLOSE
     assert "LlamaForCausalLM gives out taps 1 to 5, not 0" in seen["llama"]["outside"]
-
-
-@pytest.mark.slow
-def test_compiled_graph_of_other_taps_is_not_taken_from_the_cache(tmp_path):
-    for taps in ("[2, 5, 7]", "[3, 6, 8]"):
-        seen = run_probe("engine", "taps_of_kimi", taps, "compiled", VLLM_CACHE_ROOT=str(tmp_path))
-        assert seen["worst"] < CLOSE, taps
