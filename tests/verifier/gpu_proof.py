@@ -143,16 +143,17 @@ def served(work: Path, model: Path, name: str, dtype: str, **options) -> tuple[b
     return good, {"rows_bit_equal": equal, "rows_equal_one_layer_off": off, "samples": len(store.ids()), **facts, **extra}
 
 
-def tensor_parallel(work: Path) -> tuple[bool, dict]:
+def tensor_parallel(work: Path, name: str, eager: bool = True, **arguments) -> tuple[bool, dict]:
     """TP=2: a prefill of answers that TP=1 decoded gives the same states; then answers of its own against the reference."""
     dtype, first = ("float32", "exact32") if (work / "exact32" / "responses.jsonl").exists() else ("bfloat16", "compiled")
-    engine = start(dtype, eager=True, tensor_parallel=2)
-    prefill = prefilled(engine, work / "tp2-prefill", StateStore(work / first))
-    store = answer_into(engine, work / "tp2", requests(64))
+    engine = start(dtype, eager=eager, tensor_parallel=2, **arguments)
+    prefill = prefilled(engine, work / f"{name}-prefill", StateStore(work / first))
+    store = answer_into(engine, work / name, requests(64))
+    facts = facts_of(engine)
     engine.close()
     found = against_reference(store, 64)
     kind, limit = ("max", 2 * FP32) if dtype == "float32" else ("median", BF16)
-    return holds(found, dtype) and prefill["taps"][kind] < limit, {"dtype": dtype, "against_one_gpu": prefill, **found}
+    return holds(found, dtype) and prefill["taps"][kind] < limit, {"dtype": dtype, **facts, "against_one_gpu": prefill, **found}
 
 
 def llama(work: Path) -> tuple[bool, dict]:
@@ -169,7 +170,9 @@ STEPS = {
     "taps-a-again": lambda work: decode(work, "taps-a-again", "bfloat16", 48, taps=NARROW),
     "served": lambda work: served(work, CHECKPOINT, "served", "bfloat16"),
     "served-llama": llama,
-    "tp2": tensor_parallel,
+    "tp2": lambda work: tensor_parallel(work, "tp2"),
+    "tp2-nccl": lambda work: tensor_parallel(work, "tp2-nccl", disable_custom_all_reduce=True),
+    "tp2-compiled": lambda work: tensor_parallel(work, "tp2-compiled", eager=False),
 }
 
 

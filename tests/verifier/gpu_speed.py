@@ -1,8 +1,9 @@
 """Rates on a CUDA device, as ratios of two ways on the same machine: ours, and speculators' generator with its files.
 
-    python gpu_speed.py make|ours|speculators|sampler WORK [tiny]      one line of JSON
+    python gpu_speed.py make|ours|speculators|sampler WORK [tiny|smol|middle]      one line of JSON
 
-`make` writes a Kimi-K2.5 of middle size with random weights (the real attention shape; 3 B parameters).
+`make` writes a verifier with random weights: `middle` is a Kimi-K2.5 with the real attention's inner sizes and 3 B
+parameters, `smol` a Llama of SmolLM2-135M's shape (rates do not depend on the weights).
 `ours` decodes with and without capture on one engine, taking turns, and prefills the answers into a store.
 `speculators` prefills the same tokens with the pinned release and saves one file a sample.
 """
@@ -25,6 +26,7 @@ from captured import layout_of  # noqa: E402
 from jobs.settings import StatesSettings, VerifierSettings  # noqa: E402
 from jobs.storage.states import Response, ResponseLog, StateStore  # noqa: E402
 from jobs.verifier.engine import Finished, Request, VerifierEngine  # noqa: E402
+from jobs.verifier.facts import VerifierFacts  # noqa: E402
 from jobs.verifier.tiny import CHECKPOINT  # noqa: E402
 
 # hidden, layers, heads, q_lora, experts, expert width, dense width, vocabulary; MLA's inner sizes are Kimi's.
@@ -34,14 +36,24 @@ SEQUENCES, PROMPT, ANSWER = 256, 64, 320
 SHARD = StatesSettings(shard_mib=1024)
 
 
-def taps_of(layers: int) -> tuple[int, int, int]:
-    return (2, layers // 2, layers - 3)
-
-
 def settings(utilization: float = 0.8) -> VerifierSettings:
     return VerifierSettings(
         dtype="bfloat16", max_model_len=1024, max_num_seqs=SEQUENCES, max_num_batched_tokens=8192, enforce_eager=False, gpu_memory_utilization=utilization
     )
+
+
+def smol(folder: Path) -> dict:
+    """A Llama of SmolLM2-135M's shape, with the tiny verifier's tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shutil.copytree(CHECKPOINT, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "preprocessor*", "kimi*"))
+    config = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, vocab_size=49152,
+        max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=1504, eos_token_id=1506, pad_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(folder)
+    return {"parameters": sum(p.numel() for p in model.parameters())}
 
 
 def make(folder: Path) -> dict:
@@ -117,8 +129,7 @@ def wanted(name: str, temperature: float = 1.0) -> list[Request]:
 
 
 def ours(work: Path, model: Path) -> dict:
-    layers = json.loads((model / "config.json").read_text())["text_config"]["num_hidden_layers"]
-    taps, begun = taps_of(layers), time.monotonic()
+    taps, begun = VerifierFacts.read(model).default_taps, time.monotonic()
     engine = VerifierEngine(model, settings(), seed=0, capture_taps=taps)
     found: dict = {"start_s": round(time.monotonic() - begun, 1), "taps": taps}
     into_store(engine, work / "warm-up", wanted("w")[:64], taps)
@@ -162,9 +173,8 @@ def speculators(work: Path, model: Path) -> dict:
     from jobs.verifier.speculators_backend import _start
 
     tokens = json.loads((work / "tokens.json").read_text())
-    layers = json.loads((model / "config.json").read_text())["text_config"]["num_hidden_layers"]
-    begun = time.monotonic()
-    generator = _start(model, settings(), sorted({tap - 1 for tap in taps_of(layers)} | {layers - 1}))
+    facts, begun = VerifierFacts.read(model), time.monotonic()
+    generator = _start(model, settings(), sorted({tap - 1 for tap in facts.default_taps} | {facts.layers - 1}))
     started = time.monotonic() - begun
     out, files, times = work / "speculators", ThreadPoolExecutor(4), []
     generator.generate(tokens[:32])
@@ -215,14 +225,16 @@ def sampler(requests: int = 1024, vocabulary: int = 163840) -> dict:
     return {"milliseconds": found, "requests": requests, "vocabulary": vocabulary, "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)}
 
 
-def main(step: str, work: Path, tiny: bool) -> dict:
+def main(step: str, work: Path, name: str) -> dict:
     work.mkdir(parents=True, exist_ok=True)
     if step == "sampler":
         return sampler()
-    model = CHECKPOINT if tiny else work.parent / "middle"
-    return make(model) if step == "make" else {"ours": ours, "speculators": speculators}[step](work, model)
+    model = CHECKPOINT if name == "tiny" else work.parent / name
+    if step == "make":
+        return {"smol": smol, "middle": make}[name](model)
+    return {"ours": ours, "speculators": speculators}[step](work, model)
 
 
 if __name__ == "__main__":
-    found = main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] == ["tiny"])
+    found = main(sys.argv[1], Path(sys.argv[2]), *(sys.argv[3:] or ["middle"]))
     print("RESULT " + json.dumps({"step": f"speed {' '.join(sys.argv[1:2] + sys.argv[3:])}", **found}), flush=True)
