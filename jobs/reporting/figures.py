@@ -30,7 +30,7 @@ STAGES = (
 # Counts that mean something per second. Everything else (coverage, verdicts, ids) does not.
 RATED = frozenset({"tokens", "response_tokens", "prompt_tokens", "rows", "positions", "steps", "bytes", "samples", "turns", "prompts"})
 # What `prompts` counts as left out; other stages say `dropped`.
-LEFT_OUT = ("duplicate", "too_long", "in_eval_too", "empty")
+LEFT_OUT = ("duplicate", "too_long", "in_eval_too", "in_standard_too", "empty")
 PER_SECOND = "_per_second"
 
 

@@ -200,6 +200,7 @@ class _Picker:
         self.forbidden = standard.Overlap(())  # what no row taken from now on may overlap with
         self._seen_ids: set[str] = set()
         self._seen: set[tuple[str, ...]] = set()
+        self._left_out: set[str] = set()
         self._taken = 0
 
     def distinct(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -234,12 +235,18 @@ class _Picker:
             draw = int.from_bytes(seeded(seed, f"thinking:{row['id']}")[:8]) / 2**64
             thinking = draw < settings.thinking_share
             if len(self.chat.render(turns_of(row["messages"])[0], thinking)) > settings.max_prompt_tokens:
-                self.counts["too_long"] += 1
+                self._leave_out(row, "too_long")
                 continue
             if any(turn in self.forbidden for turn in _user_turns(row)):
-                self.counts["in_standard_too"] = self.counts.get("in_standard_too", 0) + 1
+                self._leave_out(row, "in_standard_too")
                 continue
             kept.append(row | {"thinking": thinking})
             self._taken += 1
             self.context.progress(self._taken, settings.eval_samples + settings.train_samples, "prompts")
         return kept
+
+    def _leave_out(self, row: dict[str, Any], why: str) -> None:
+        """Count a row once, whichever splits it was looked at for."""
+        if row["id"] not in self._left_out:
+            self._left_out.add(row["id"])
+            self.counts[why] = self.counts.get(why, 0) + 1
