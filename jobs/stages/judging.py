@@ -23,7 +23,7 @@ from jobs.run import Context
 from jobs.stages import standard
 from jobs.stages.domains import domain_of
 from jobs.storage.files import read_json, write_json_atomically
-from jobs.storage.responses import Response
+from jobs.storage.responses import RESPONSES, Response, scan_responses
 from jobs.storage.states import StateStore
 from jobs.verifier.chat import Chat
 from jobs.verifier.ngram import ngram_chains
@@ -33,6 +33,7 @@ def judge_all(context: Context, candidates: Mapping[str, Candidate], store: Stat
     """Every head in one pass over the eval states; each judgement is kept."""
     if not candidates:
         return {}
+    _tell_incomplete(context, store)
     judged = judge_heads(
         candidates, store, store.ids(), context.settings.evaluate.draft_tokens, labels=labels(context), should_stop=context.should_stop,
         progress=lambda done, total: context.progress(done, total, "answers"),
@@ -40,6 +41,13 @@ def judge_all(context: Context, candidates: Mapping[str, Candidate], store: Stat
     for judgement in judged.values():
         keep(context, judgement)
     return judged
+
+
+def _tell_incomplete(context: Context, store: StateStore) -> None:
+    """An answer with a gap in its states cannot be judged; the others are, and it is said how many are missing."""
+    committed = sum(1 for _ in scan_responses(store.folder / RESPONSES))
+    if committed > len(store):
+        context.note(f"{committed - len(store)} of {committed} eval answers have no complete states and are not judged: see `states verify`")
 
 
 def judge_ngram(context: Context, store: StateStore) -> Judgement:

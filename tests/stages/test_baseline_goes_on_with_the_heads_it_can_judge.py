@@ -1,0 +1,173 @@
+"""Baseline on a small eval split: odd heads are one sentence each and left out, standard sets stand apart, twice is the same."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from jobs.draft.formats import save_llama_eagle3
+from jobs.draft.model import Eagle3Head, HeadConfig
+from jobs.draft.weights import VerifierWeights
+from jobs.errors import MustFix
+from jobs.reporting.display import Display
+from jobs.run import Context, RunDirectory
+from jobs.settings import load
+from jobs.stages import baseline, fetch, judging
+from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
+from jobs.verifier.chat import Chat
+from jobs.verifier.facts import VerifierFacts
+from jobs.verifier.tiny import CHECKPOINT
+
+TAPS, PROMPTS = (2, 3, 5, 6, 7, 8), 8
+
+
+def head_of_the_tiny_verifier(folder: Path, seed: int) -> Path:
+    facts, verifier = VerifierFacts.read(CHECKPOINT), VerifierWeights.read(CHECKPOINT)
+    config = HeadConfig(
+        facts.vocab_size, 256, facts.hidden_size, 128, facts.heads, facts.heads, facts.hidden_size // facts.heads, facts.rms_norm_eps, 1e4, None, (2, 5, 7), False
+    )
+    save_llama_eagle3(Eagle3Head.from_scratch(config, verifier, torch.arange(256), seed), folder, dtype=torch.float32)
+    return folder
+
+
+def changed(head: Path, folder: Path, **config) -> Path:
+    shutil.copytree(head, folder)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | config))
+    return folder
+
+
+def mla(head: Path, folder: Path) -> Path:
+    """As the public MLA draft: its config names no other layer kind in every release, but its tensors do."""
+    shutil.copytree(head, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, 4)}, folder / "model.safetensors")
+    return folder
+
+
+def answers(prompts: int) -> list[Response]:
+    found = [Response(f"p{i}#0", [5, 9, 11 + i], [3, 4, 3, 4, 3, 4, 20 + i, 3, 4], "stop", {}, "own" if i % 2 else "gsm8k-like", False) for i in range(prompts)]
+    return found + [Response(f"std.gsm8k.{i}#0", [5, 9], [1, 2, 1, 2, 1, 2, 1], "stop", {}, "gsm8k", False) for i in range(6)]
+
+
+def eval_split(context: Context, prompts: int, gap: str | None = None) -> None:
+    facts, folder = VerifierFacts.read(CHECKPOINT), context.states("eval")
+    layout = StateLayout(TAPS, facts.hidden_size, "float32", "tiny", facts.revision, Chat.load(CHECKPOINT).tokenizer_sha256)
+    generator, writer = torch.Generator().manual_seed(0), StateWriter(folder, layout)
+    for answer in answers(prompts):
+        rows = answer.tokens - 1 - (answer.id == gap)
+        writer.append(answer.id, 0, torch.randn(rows, 6, facts.hidden_size, generator=generator), torch.randn(rows, facts.hidden_size, generator=generator), torch.zeros(rows))
+        if answer.id != gap:
+            writer.finish(answer.id, answer.tokens)
+    writer.sync()
+    writer.close()
+    with ResponseLog(folder) as log:
+        for answer in answers(prompts):
+            log.append(answer)
+
+
+def made(folder: Path, heads: dict[str, Path], prompts: int = PROMPTS, gap: str | None = None) -> Context:
+    listed = ", ".join(f'{{name="{name}", model="{path}"}}' for name, path in heads.items())
+    settings = load("smoke", overrides=[f"heads.candidates=[{listed}]", "heads.warm_start=best", "evaluate.bootstrap=100"], environment={})
+    settings = settings.model_copy(update={"heads": settings.heads.model_copy(update={"untrained": False})})  # it would need answers of the train split
+    run = RunDirectory(folder / "run")
+    run.begin(settings)
+    context = Context(settings, run, Display.open("plain", stream=sys.stderr))
+    fetch.run(context)
+    eval_split(context, prompts, gap)
+    return context
+
+
+def notes(context: Context) -> list[str]:
+    told = [json.loads(line) for line in (context.path / "events.jsonl").read_text().splitlines()]
+    return [event["text"] for event in told if event["kind"] == "note"]
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("heads")
+    good = head_of_the_tiny_verifier(folder / "good", 1)
+    return {
+        "good": good,
+        "wide": changed(good, folder / "wide", hidden_size=256),
+        "foreign": changed(good, folder / "foreign", vocab_size=999),
+        "mla-by-config": changed(good, folder / "mla-by-config", kv_lora_rank=64, model_type="deepseek_v3"),
+        "mla-by-tensors": mla(good, folder / "mla-by-tensors"),
+        "far": changed(good, folder / "far", eagle_aux_hidden_state_layer_ids=[1, 4, 9]),
+    }
+
+
+@pytest.fixture(scope="module")
+def judged(heads, tmp_path_factory):
+    context = made(tmp_path_factory.mktemp("judged"), heads)
+    baseline.run(context)
+    return context, json.loads((context.path / "baseline.json").read_text())
+
+
+def test_a_head_that_does_not_fit_is_one_sentence_and_the_others_are_judged(judged):
+    context, figures = judged
+    assert set(figures["heads"]) == {"good", "ngram"}
+    told = {name: text for text in notes(context) for name in ("wide", "foreign", "mla-by-config", "mla-by-tensors", "far") if f"baseline: {name} " in text}
+    assert "hidden size 256, the verifier" in told["wide"]
+    assert "vocabulary 999" in told["foreign"]
+    assert "no MLA draft" in told["mla-by-config"] and "no MLA draft" in told["mla-by-tensors"]
+    assert "reads taps [1, 4, 9], the eval states hold [2, 3, 5, 6, 7, 8]" in told["far"]
+    assert len(told) == 5 and not any("\n" in text for text in told.values())
+
+
+def test_both_readings_are_judged_in_one_pass_and_every_group_stands_there(judged):
+    _, figures = judged
+    good = figures["heads"]["good"]
+    assert set(good["readings"]) == {"2-5-7", "3-6-8"}
+    assert set(good["groups"]) == {"domain", "position", "source", "thinking"}
+    assert set(good["groups"]["domain"]) == {"chat", "math"} and set(good["groups"]["position"]) == {"0-255"}
+    whole = good["groups"]["thinking"]["outside"]
+    assert whole["low"] <= whole["mean_acceptance_length"] <= whole["high"]
+    assert "low" not in good["groups"]["domain"]["math"], "four prompts of a domain are too few for an interval"
+
+
+def test_standard_sets_stand_apart_and_do_not_move_the_figure(judged):
+    context, figures = judged
+    ngram = figures["heads"]["ngram"]
+    assert ngram["samples"] == PROMPTS
+    gsm = ngram["standard"]["gsm8k"]
+    assert gsm["prompts"] == 6 and gsm["walk"]["steps"] > 0
+    assert gsm["acceptance_length"]["mean"] != ngram["acceptance_length"]["mean"]
+    kept = judging.kept(context, "ngram")
+    own = judging.own(kept)
+    assert len(kept.samples) == PROMPTS + 6 and ngram["acceptance_length"]["mean"] == own.mean_acceptance_length
+
+
+def test_a_judgement_made_again_is_the_same_to_the_last_byte(judged):
+    context, _ = judged
+    before = {path.name: path.read_bytes() for path in (context.path / "judgements").iterdir()} | {"figures": (context.path / "baseline.json").read_bytes()}
+    baseline.run(context)
+    after = {path.name: path.read_bytes() for path in (context.path / "judgements").iterdir()} | {"figures": (context.path / "baseline.json").read_bytes()}
+    assert before == after
+
+
+def test_too_few_prompts_for_an_interval_is_78(heads, tmp_path):
+    context = made(tmp_path, {"good": heads["good"]}, prompts=4)
+    with pytest.raises(MustFix, match="4 prompts with a step are too few for an interval") as error:
+        baseline.run(context)
+    assert error.value.exit_code == 78 and error.value.where == "prompts.eval_samples"
+
+
+def test_an_answer_whose_last_state_is_missing_is_said_and_the_others_are_judged(heads, tmp_path):
+    context = made(tmp_path, {"good": heads["good"]}, gap="p3#0")
+    baseline.run(context)
+    assert any("1 of 14 eval answers have no complete states" in text for text in notes(context))
+    assert json.loads((context.path / "baseline.json").read_text())["heads"]["good"]["samples"] == PROMPTS - 1
+
+
+def test_a_shard_without_final_states_is_one_sentence(heads, tmp_path):
+    context = made(tmp_path, {"good": heads["good"]})
+    shard = context.states("eval") / "shard-00000.safetensors"
+    save_file({name: tensor for name, tensor in load_file(shard).items() if name != "final"}, shard)
+    with pytest.raises(MustFix, match="final") as error:
+        judging.judge_all(context, {key: c for of in baseline._readings(context, StateStore(context.states("eval"))).values() for key, c in of.items()}, StateStore(context.states("eval")))
+    assert "\n" not in str(error.value)
