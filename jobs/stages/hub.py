@@ -5,12 +5,14 @@ folder grow; when it has not for `stall_seconds`, the child is killed and starte
 continues from the partial files.
 """
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from jobs.errors import MustFix, TryAgain
@@ -60,10 +62,18 @@ def sizes(model: str, revision: str | None) -> dict[str, int]:
 
 def _info(name: str, revision: str | None, kind: str):
     from huggingface_hub import HfApi
+
+    with _explained(name, revision):
+        return HfApi().repo_info(name, repo_type=kind, revision=revision, files_metadata=True, timeout=30)
+
+
+@contextlib.contextmanager
+def _explained(name: str, revision: str | None = None) -> Iterator[None]:
+    """What the hub refuses in one sentence: MustFix or TryAgain."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return HfApi().repo_info(name, repo_type=kind, revision=revision, files_metadata=True, timeout=30)
+        yield
     except OfflineModeIsEnabled as error:
         raise MustFix(f"{name} is not in the cache and the hub is switched off", where="HF_HUB_OFFLINE", remedy="unset it for the first start, or give a local folder") from error
     except GatedRepoError as error:
@@ -76,10 +86,21 @@ def _info(name: str, revision: str | None, kind: str):
         raise TryAgain(f"The hub does not answer for {name} ({type(error).__name__})", where="hub", remedy="run the same command again, or give a local folder") from error
 
 
-def check(name: str, revision: str | None, kind: str = "model") -> None:
-    """Raise unless the revision is in the cache already or can be read with this token."""
-    if kind != "model" or revision is None or _cached(name, revision) is None:
-        _info(name, revision, kind)
+def check(name: str, revision: str | None, kind: str = "model") -> int:
+    """Bytes still to be fetched; raises unless the revision is in the cache already or can be read with this token.
+
+    The hub shows the file list of a gated repository to everybody, so access is asked for by itself.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.file_download import repo_folder_name
+
+    if kind == "model" and revision is not None and _cached(name, revision) is not None:
+        return 0
+    info = _info(name, revision, kind)
+    with _explained(name):
+        HfApi().auth_check(name, repo_type=kind)
+    begun = sum(f.stat().st_size for f in (Path(cache_folder()) / repo_folder_name(repo_id=name, repo_type=kind)).rglob("*") if f.is_file() and not f.is_symlink())
+    return max(0, sum(file.size or 0 for file in info.siblings or []) - begun)
 
 
 def download(context: Context, model: str, revision: str, *, stall_seconds: float = STALL_SECONDS) -> Path:
@@ -117,10 +138,10 @@ def _cached(model: str, revision: str) -> Path | None:
 
 
 def _watch(context: Context, child: subprocess.Popen, total: int, stall_seconds: float) -> str:
-    last, since = _cache_size(), time.monotonic() + START_SECONDS
+    last, since = cache_size(), time.monotonic() + START_SECONDS
     while child.poll() is None:
         context.should_stop.raise_if_set()
-        size = _cache_size()
+        size = cache_size()
         if size != last:
             last, since = size, time.monotonic()
             context.progress(size / 1e9, total / 1e9, "GB")
@@ -133,10 +154,15 @@ def _watch(context: Context, child: subprocess.Popen, total: int, stall_seconds:
     return child.stdout.read() if child.stdout else ""
 
 
-def _cache_size() -> int:
+def cache_folder() -> str:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return sum(f.stat().st_size for f in Path(HF_HUB_CACHE).rglob("*") if f.is_file() and not f.is_symlink())
+    return HF_HUB_CACHE
+
+
+def cache_size() -> int:
+    """Bytes in the hub's cache, whatever they belong to."""
+    return sum(f.stat().st_size for f in Path(cache_folder()).rglob("*") if f.is_file() and not f.is_symlink())
 
 
 def _download_here(model: str, revision: str) -> None:

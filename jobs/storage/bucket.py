@@ -19,6 +19,7 @@ import datetime
 import hashlib
 import json
 import os
+import tempfile
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,9 @@ from jobs.storage.download import Streams, download
 from jobs.storage.files import disk_full_named, fsync_folder, held, sha256_file, write_atomically
 from jobs.storage.manifest import CLAIM, MANIFEST, WANTED, FileEntry, Manifest, UploadState
 from jobs.storage.s3 import S3Destination
+
+
+PROBED_BYTES, SMALLEST_PART_MIB = 12 << 20, 5  # three parts, the last one short
 
 
 @dataclass(frozen=True)
@@ -136,9 +140,11 @@ def pull(
     return manifest.value
 
 
-def probe(uri: str, settings: PushSettings) -> None:
-    """Put, read, compare and delete a small object under the prefix: what preflight asks before money is spent.
+def probe(uri: str, settings: PushSettings) -> dict[str, float | bool]:
+    """Everything a push asks of a place, under its prefix: what preflight asks before money is spent.
 
+    Puts, reads, compares and deletes a small object, and one of PROBED_BYTES in several parts. Returns the
+    bytes a second up and down, and whether an existing object is refused to be overwritten conditionally.
     MustFix: no credentials or wrong ones, no permission, no such bucket, an unwritable folder.
     TryAgain: an endpoint that does not answer (known after a few seconds).
     """
@@ -149,8 +155,30 @@ def probe(uri: str, settings: PushSettings) -> None:
         try:
             if place.read_small(name) != data:
                 raise TryAgain("A test object came back changed", where=uri, remedy="check the endpoint")
+            conditional = not place.write_small(name, data, only_if_absent=True)
         finally:
             place.delete(name)
+        return _probe_parts(place, f"{name}-parts", settings) | {"conditional_put": conditional}
+
+
+def _probe_parts(place: Destination, name: str, settings: PushSettings) -> dict[str, float]:
+    small_parts = destination(place.uri, settings.model_copy(update={"part_mib": SMALLEST_PART_MIB}))
+    with tempfile.NamedTemporaryFile(prefix="eagle3-probe-") as file:
+        file.write(os.urandom(PROBED_BYTES))
+        file.flush()
+        entry = FileEntry(name, sha256_file(Path(file.name)), PROBED_BYTES)
+        began = time.monotonic()
+        try:
+            small_parts.upload(entry, Path(file.name), UploadState(None, place.uri), lambda size: None, lambda: False)
+            sent = time.monotonic()
+            came = hashlib.sha256(b"".join(place.read(name))).hexdigest()
+            ended = time.monotonic()
+        finally:
+            place.delete(name)
+            small_parts.clean_up((entry,))
+    if came != entry.sha256:
+        raise TryAgain("A test object of several parts came back changed", where=place.uri, remedy="check the endpoint")
+    return {"sent_per_second": PROBED_BYTES / (sent - began), "read_per_second": PROBED_BYTES / (ended - sent)}
 
 
 # -- publishing ----------------------------------------------------------------------------------------

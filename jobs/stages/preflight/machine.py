@@ -1,0 +1,128 @@
+"""The machine below the GPUs: disk, memory limits, write permission, clock. Each check yields sentences."""
+
+import contextlib
+import email.utils
+import os
+import resource
+import shutil
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jobs.run import Context
+from jobs.settings import Settings
+
+# What a run of any size needs beside its states: environment caches, checkpoints' temporary copies, reports.
+SPARE_BYTES = 2 << 30
+PROBED_BYTES = 256 << 20
+PROBE_SECONDS = 15.0
+SHM_PER_GPU = 1 << 30  # NCCL and vLLM's workers exchange tensors there; Docker's default of 64 MB ends in a bus error
+LEAST_MEMLOCK = 8 << 30  # pinned host buffers of the states on their way to the disk
+LARGEST_SKEW = 240.0  # seconds; S3 refuses a signature from 15 minutes on, and clocks drift further
+SHM = Path("/dev/shm")
+
+
+def disk(folder: Path, needed: float, there: float | None = None) -> Iterator[str]:
+    """Free bytes against `needed`; `there` of them are written already, by default all of the folder."""
+    there = bytes_under(folder) if there is None else there
+    free, missing = shutil.disk_usage(folder).free, SPARE_BYTES + max(needed - there, 0)
+    if free < missing:
+        yield f"{folder} has {free / 1e9:.1f} GB free, the run needs about {missing / 1e9:.1f} GB more there: take a larger disk, fewer samples or states.dtype = fp8"
+
+
+def bytes_under(folder: Path) -> int:
+    """Bytes on the disk, so that a preallocated shard counts for what is written of it."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def disk_rate(folder: Path, least: float | None) -> tuple[list[str], dict[str, float]]:
+    """(sentences, bytes a second written and read) of a file of PROBED_BYTES, past the page cache where the disk allows it."""
+    block, sizes = os.urandom(1 << 22), PROBED_BYTES >> 22
+    rates: dict[str, float] = {}
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".preflight-") as file:
+            began = time.monotonic()
+            done = 0
+            for _ in range(sizes):
+                file.write(block)
+                done += len(block)
+                if time.monotonic() - began > PROBE_SECONDS:
+                    break
+            file.flush()
+            os.fsync(file.fileno())
+            rates["written"] = done / (time.monotonic() - began)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            began = time.monotonic()
+            while file.read(1 << 22) and time.monotonic() - began < PROBE_SECONDS:
+                pass
+            rates["read"] = file.tell() / (time.monotonic() - began)
+    except OSError as error:
+        return [f"a test file of {PROBED_BYTES >> 20} MiB in {folder} failed ({error.strerror}): free space there, or take another disk"], rates
+    if least and rates["written"] < least:
+        return [
+            f"{folder} writes {rates['written'] / 1e6:.0f} MB/s, the states come at up to {least / 1e6:.0f} MB/s: put the run directory on local NVMe, or states.dtype = fp8"
+        ], rates  # fmt: skip
+    return [], rates
+
+
+def memory_limits(gpus: int, shm: Path = SHM) -> Iterator[str]:
+    """/dev/shm and memlock, which containers start with far too little of. Only with GPUs they matter."""
+    if not gpus:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        size = shutil.disk_usage(shm).total
+        if size < gpus * SHM_PER_GPU:
+            yield f"{shm} has {size / 1e9:.1f} GB, {gpus} GPUs need {gpus * SHM_PER_GPU / 1e9:.0f}: start the container with --shm-size 32g"
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft not in (resource.RLIM_INFINITY, -1) and soft < LEAST_MEMLOCK and os.geteuid() != 0:
+        yield f"memlock is limited to {soft / 1e6:.0f} MB, pinned buffers need {LEAST_MEMLOCK / 1e9:.0f} GB: start the container with --ulimit memlock=-1"
+
+
+def writable(context: Context) -> Iterator[str]:
+    folders = {"run directory": context.path, "temporary folder": Path(tempfile.gettempdir()), "HOME": Path.home()}
+    for name in ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
+        if os.environ.get(name):
+            folders[name] = Path(os.environ[name])
+    for name, folder in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"x" * 4096)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            yield f"the {name} {folder} cannot be written by user {os.getuid()} ({error.strerror}): mount it writable"
+
+
+def clock_servers(settings: Settings) -> list[str]:
+    """Who is asked for the time: the bucket's endpoint, which would refuse a wrong clock, else the hub."""
+    push = settings.push
+    if push.uri and push.uri.startswith("s3://"):
+        return [push.endpoint_url or "https://s3.amazonaws.com"]
+    if settings.verifier.model != "tiny" and "/" in settings.verifier.model and os.environ.get("HF_HUB_OFFLINE") != "1":
+        return [os.environ.get("HF_ENDPOINT", "https://huggingface.co")]
+    return []
+
+
+def clock(servers: list[str]) -> Iterator[str]:
+    """This clock against the Date header of a server; one that does not answer is another check's business."""
+    for url in servers:
+        before = time.time()
+        try:
+            headers: Any = urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10).headers
+        except urllib.error.HTTPError as error:
+            headers = error.headers
+        except (OSError, ValueError):
+            continue
+        said = headers.get("Date")
+        if not said:
+            continue
+        with contextlib.suppress(ValueError, TypeError):
+            skew = (before + time.time()) / 2 - email.utils.parsedate_to_datetime(said).timestamp()
+            if abs(skew) > LARGEST_SKEW:
+                yield f"this machine's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} {url}: set it (chrony, ntpdate), S3 refuses signatures and certificates look expired"

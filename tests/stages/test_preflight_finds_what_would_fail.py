@@ -1,0 +1,368 @@
+"""Preflight: each line fails for real where that can be arranged, all problems stand in one sentence, nothing hangs."""
+
+import contextlib
+import email.utils
+import json
+import os
+import re
+import resource
+import subprocess
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import s3_servers
+from hub_server import COMMIT, hub
+
+from jobs.errors import MustFix
+from jobs.reporting.display import Display
+from jobs.run import Context, RunDirectory
+from jobs.settings import load
+from jobs.stages import preflight
+from jobs.stages.preflight import access, gpus, machine
+from jobs.storage.saved_run import RunSaver
+from jobs.verifier.facts import VerifierFacts
+from jobs.verifier.tiny import CHECKPOINT
+
+
+def context(folder, *overrides):
+    run = RunDirectory(folder / "run")
+    settings = load("smoke", overrides=overrides, environment={})
+    run.begin(settings)
+    return Context(settings, run, Display.open("plain"))
+
+
+def looked(made, name):
+    return list(preflight.CHECKS[name](made, {}))
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, mib: int):
+    folder.mkdir(exist_ok=True)
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("only root with the right to mount can make a small disk")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def http_server(answer):
+    """A server whose every answer `answer(handler)` writes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_HEAD(self):
+            answer(self)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def exit_code_as(user, work) -> int:
+    """What `work` returns in a process of another user, because root may do everything."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user for this test")
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setuid(user)
+            os._exit(work())
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """One preflight of the smoke job on this machine, with a bucket."""
+    folder = tmp_path_factory.mktemp("healthy")
+    with s3_servers.moto_server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        server.make_bucket("heads")
+        # The shims are looked at by every test that runs a job; here it would cost the imports of vLLM.
+        patch.setattr(preflight, "CHECKS", {name: check for name, check in preflight.CHECKS.items() if name != "shims"})
+        patch.setattr(preflight, "IN_THE_MAIN_THREAD", ("versions", "fits"))
+        made = context(folder, "push.uri=s3://heads/x", f"push.endpoint_url={server.endpoint_url}", "push.path_style=true")
+        counts = preflight.run(made)
+        yield counts, json.loads((made.path / "preflight.json").read_text()), server.keys("heads")
+
+
+def test_a_healthy_machine_passes_and_says_what_it_measured(healthy):
+    counts, report, keys = healthy
+    assert counts["checks"] == len(preflight.CHECKS)
+    assert all(check["problems"] == [] for check in report["checks"].values())
+    assert report["measured"]["disk"]["written"] > 1e6 and report["measured"]["disk"]["read"] > 1e6
+    bucket = report["measured"]["destination"]
+    assert bucket["sent_per_second"] > 1e5 and bucket["read_per_second"] > 1e5 and bucket["conditional_put"] is True
+    assert keys == set(), "the probe leaves nothing behind"
+
+
+def test_it_ends_within_two_minutes(healthy):
+    assert max(check["seconds"] for check in healthy[1]["checks"].values()) < 120
+
+
+def test_all_problems_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "IN_THE_MAIN_THREAD", ("fits",))
+    monkeypatch.setattr(preflight, "CHECKS", {name: check for name, check in preflight.CHECKS.items() if name not in ("shims",)})
+    made = context(tmp_path, "prompts.source=/nowhere/p.jsonl", "vocab.size=99999999", "push.uri=file:///proc/none/head", "verifier.tensor_parallel_size=512", "train.device=cuda")
+    with pytest.raises(MustFix) as error:
+        preflight.run(made)
+    text = str(error.value)
+    expected = ["/nowhere/p.jsonl", "vocab.size = 99999999", "/proc/none"]
+    expected += [] if preflight.visible_gpus() else ["train.device = cuda but no GPU", "tensor_parallel_size = 512"]
+    assert [part for part in expected if part not in text] == []
+    assert f"{len(expected)} problem(s)" in text and error.value.exit_code == 78 and "\n" not in text
+
+
+def test_a_check_that_hangs_is_a_problem_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(preflight, "IN_THE_MAIN_THREAD", ())
+    with http_server(lambda handler: time.sleep(5)) as url:
+        monkeypatch.setattr(preflight, "CHECKS", {"clock": lambda c, m: machine.clock([url]), "prompts": preflight.CHECKS["prompts"]})
+        with pytest.raises(MustFix, match="the check clock did not end within"):
+            preflight.run(context(tmp_path))
+
+
+# The machine ----------------------------------------------------------------------------------------
+
+
+def test_a_small_disk(tmp_path):
+    with small_disk(tmp_path / "disk", 100) as folder:
+        made = context(folder)
+        sentences = looked(made, "disk")
+        assert "GB free, the run needs about" in sentences[0]
+        assert "a test file of 256 MiB" in sentences[1] and "No space left" in sentences[1]
+        made.run.close()
+
+
+def test_what_is_written_already_is_not_needed_again(tmp_path):
+    needed = machine.shutil.disk_usage(tmp_path).free
+    assert list(machine.disk(tmp_path, needed)) != []
+    assert list(machine.disk(tmp_path, needed, needed)) == []
+
+
+def test_a_disk_slower_than_the_states_come(tmp_path):
+    assert "put the run directory on local NVMe" in machine.disk_rate(tmp_path, 1e15)[0][0]
+    assert machine.disk_rate(tmp_path, 1.0)[0] == []
+
+
+def test_the_disk_is_measured_against_the_plan():
+    small, large = (preflight.expected_bytes(load("hero", overrides=[f"generate.train_token_budget={n}"], environment={})) for n in (10_000_000, 100_000_000))
+    assert large - small == pytest.approx(90e6 * 28_692)  # FP8: 4 x (7,168 + 4) + 4 B a token
+    assert preflight.expected_bytes(load("hero", overrides=["verifier.model=somebody/else"], environment={})) > small
+
+
+def test_a_folder_this_user_cannot_write(tmp_path, monkeypatch):
+    made = context(tmp_path)
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o755)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(closed))
+    assert looked(made, "writable") == []
+    assert exit_code_as(65534, lambda: 78 if any(f"TRITON_CACHE_DIR {closed} cannot be written by user 65534 (Permission denied)" in s for s in looked(made, "writable")) else 3) == 78
+
+
+def test_little_shared_memory(tmp_path):
+    with small_disk(tmp_path / "shm", 64) as folder:
+        assert "--shm-size 32g" in next(machine.memory_limits(8, folder))
+    assert list(machine.memory_limits(0)) == [], "without a GPU nothing needs it"
+
+
+def test_a_small_memlock():
+    def limited():
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+        return 78 if any("--ulimit memlock=-1" in sentence for sentence in machine.memory_limits(1)) else 3
+
+    assert exit_code_as(65534, limited) == 78
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(7200, "behind"), (-7200, "ahead of"), (30, None)])
+def test_a_wrong_clock_by_a_real_servers_date(tmp_path, monkeypatch, seconds, expected):
+    def answer(handler):
+        handler.send_response_only(403)  # as S3 answers an unsigned request
+        handler.send_header("Date", email.utils.formatdate(time.time() + seconds, usegmt=True))
+        handler.end_headers()
+
+    with http_server(answer) as url:
+        sentences = looked(context(tmp_path, "push.uri=s3://b/x", f"push.endpoint_url={url}"), "clock")
+    assert [expected in sentence for sentence in sentences] == ([True] if expected else [])
+
+
+# What the run reaches for ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "config.json").write_text("{}")
+    (tmp_path / "repository" / "model.safetensors").write_bytes(b"x" * 1000)
+    with hub({"made/up": tmp_path / "repository"}) as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield server
+
+
+def test_repositories_and_their_bytes(tmp_path, served):
+    measured = {}
+    made = context(tmp_path, "verifier.model=made/up", f"verifier.revision={COMMIT}")
+    assert list(access.repositories(made, measured)) == [] and measured == {"made/up": 1002}
+
+
+def test_a_gated_repository_is_named(tmp_path, served):
+    served.gated.add("made/up")
+    (sentence,) = access.repositories(context(tmp_path, "verifier.model=made/up"), {})
+    assert "made/up is gated for this account" in sentence and "HF_TOKEN" in sentence
+
+
+def test_every_missing_repository_is_named(tmp_path, served):
+    made = context(tmp_path, "verifier.model=nobody/nothing", 'heads.candidates=[{name="a", model="no/head"}, {name="b", model="made/up", revision="main"}]')
+    sentences = list(access.repositories(made, {}))
+    assert len(sentences) == 3
+    assert "nobody/nothing is not on the hub" in sentences[0] and "no/head is not on the hub" in sentences[1] and "which is no commit" in sentences[2]
+
+
+def test_a_bucket_that_may_be_read_only(tmp_path, monkeypatch):
+    (tmp_path / "store" / "heads").mkdir(parents=True)
+    with s3_servers.rclone_server(tmp_path / "store", "--read-only") as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        made = context(tmp_path, "push.uri=s3://heads/x", f"push.endpoint_url={server.endpoint_url}", "push.path_style=true")
+        (sentence,) = looked(made, "destination")
+    assert "s3://heads/x" in sentence
+
+
+def test_a_wrong_key(tmp_path, monkeypatch):
+    (tmp_path / "store" / "heads").mkdir(parents=True)
+    with s3_servers.rclone_server(tmp_path / "store") as server:
+        for name, value in (server.environment | {"AWS_SECRET_ACCESS_KEY": "wrong"}).items():
+            monkeypatch.setenv(name, value)
+        made = context(tmp_path, "push.uri=s3://heads/x", f"push.endpoint_url={server.endpoint_url}", "push.path_style=true")
+        assert "refuses the credentials" in looked(made, "destination")[0]
+
+
+def test_another_runs_saved_work(tmp_path):
+    """Found before money is spent, not when this run is saved over it."""
+    uri = f"file://{tmp_path}/heads/one"
+    theirs, ours = context(tmp_path / "theirs", f"push.uri={uri}"), context(tmp_path / "ours", f"push.uri={uri}")
+    theirs.run.stage("generate.train")["started"] = "2026-01-01T00:00:00Z"
+    theirs.run.save()
+    RunSaver(theirs.path, f"{uri}.run", theirs.settings.push, run_id=theirs.run.ledger["run_id"]).save()
+    assert looked(theirs, "destination") == []
+    (sentence,) = looked(ours, "destination")
+    assert "An unfinished run of 'smoke' is saved there" in sentence and f"--resume-from {uri}.run" in sentence
+
+
+def copied(tmp_path, **changes):
+    """The tiny verifier, its files linked, with another config.json."""
+    folder = tmp_path / "verifier"
+    folder.mkdir()
+    for path in CHECKPOINT.iterdir():
+        (folder / path.name).symlink_to(path)
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    (config.get("text_config") or config).update(changes)
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_tokenizer_of_another_model(tmp_path):
+    folder = copied(tmp_path, vocab_size=700)
+    sentences = looked(context(tmp_path, f"verifier.model={folder}", "vocab.size=512"), "fits")
+    assert len(sentences) == 1 and "the verifier 700: they are not of one model" in sentences[0]
+
+
+def test_a_tokenizer_that_does_not_load(tmp_path):
+    folder = copied(tmp_path)
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    (sentence,) = looked(context(tmp_path, f"verifier.model={folder}"), "fits")
+    assert "does not load" in sentence and "restore its files" in sentence
+
+
+def test_heads_for_another_verifier(tmp_path):
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps({"hidden_size": 7168, "vocab_size": 163840}))
+    facts = VerifierFacts.read(CHECKPOINT)
+    sentences = access.head_misfits("aq", head, facts)
+    assert "hidden size of 7168" in sentences[0] and "vocabulary of 163840" in sentences[1]
+    made = context(tmp_path, f'heads.candidates=[{{name="aq", model="{head}"}}]')
+    assert looked(made, "fits") == sentences
+
+
+# GPUs: what each answer of the probe leads to -------------------------------------------------------
+
+
+def box(count=8, **changes):
+    """What the probe says of a healthy box of B300s in the image for them."""
+    gpu = {"name": "NVIDIA B300", "capability": "10.3", "memory_bytes": 288e9, "free_bytes": 287e9, "kernel": None}
+    found = {
+        "cuda": "13.0", "architectures": ["sm_80", "sm_90", "sm_100", "sm_120"], "driver": "580.82.07", "ptxas": "/usr/local/cuda/bin/ptxas",
+        "gpus": [{"index": index, **gpu} for index in range(count)], "reduce": {"ranks": 8, "bus_bytes_per_second": 400e9},
+    }  # fmt: skip
+    for key, value in changes.items():
+        if key in gpu:
+            found["gpus"][3][key] = value
+        else:
+            found[key] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"kernel": "PTXASError: ptxas fatal: Value 'sm_103a' is not defined", "ptxas": None}, "GPU 3 .*sm_103a.*TRITON_PTXAS_PATH is not set, it must be the ptxas of a CUDA 13"),
+        ({"kernel": "it computes something else"}, "GPU 3 .*computes something else"),
+        ({"cuda": "12.8"}, r"10.3 \(B300\) needs CUDA 13, this image has 12.8"),
+        ({"architectures": ["sm_80", "sm_90a"]}, "torch is built for sm_80, sm_90a, the GPUs have compute capability 10.3"),
+        ({"driver": "570.10"}, "CUDA 13.0 needs 580 or newer"),
+        ({"free_bytes": 100e9}, "GPU 3 has 100 of 288 GB free"),
+        ({"gpus": [], "why": "no driver"}, r"torch sees no GPU \(no driver\): start the container with --gpus all"),
+        ({"reduce": {"error": "timeout"}}, "all-reduce over 8 GPUs failed: timeout.*NCCL_P2P_DISABLE=1"),
+        ({"reduce": {"ranks": 8, "bus_bytes_per_second": 0.3e9}}, "moves 0.30 GB/s"),
+        ({"error": "looking at the GPUs took over 115 s and was given up"}, "given up: see that nvidia-smi"),
+    ],
+)
+def test_what_the_probe_says_of_a_box(changes, expected):
+    sentences = list(gpus.judge(box(**changes), 8, 540e9, 8))
+    assert len(sentences) == (expected is not None), sentences
+    if expected:
+        assert re.search(expected, sentences[0]), sentences[0]
+
+
+def test_too_few_gpus_and_too_little_memory():
+    two = list(gpus.judge(box(count=4), 8, 540e9, 8))
+    assert "tensor_parallel_size = 8 but 4 GPU(s)" in two[0] and "has 8 GPUs, 4 are visible" in two[1]
+    assert "540 GB do not fit into 288 GB on 1 GPU(s)" in next(gpus.judge(box(), 1, 540e9, None))
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "expected"),
+    [
+        ("10.3", ["sm_100"], True), ("10.3", ["sm_100a"], False), ("10.3", ["sm_100f"], True), ("12.0", ["sm_90", "compute_90"], True),
+        ("12.0", ["sm_100"], False), ("9.0", ["sm_90a"], True), ("8.6", ["sm_89"], False), ("9.0", [], False),
+    ],
+)  # fmt: skip
+def test_which_code_runs_on_which_gpu(capability, architectures, expected):
+    assert gpus.runs_on(capability, architectures) is expected
+
+
+@pytest.mark.gpu
+def test_a_kernel_and_a_sum_on_the_gpus_that_are_here():
+    count = len(preflight.visible_gpus())
+    if not count:
+        pytest.skip("needs a CUDA device")
+    sentences, found = gpus.problems(count, 0)
+    assert sentences == [] and len(found["gpus"]) == count
