@@ -102,16 +102,19 @@ def _stage_row(name: str, entry: dict[str, Any]) -> StageRow:
 
 
 def dropped_of(counts: Mapping[str, Any]) -> dict[str, int]:
-    """`dropped: {reason: n}` and `dropped_<reason>: n` are the two ways a stage tells what it left out."""
-    found = {reason: int(value) for reason, raw in mapping(counts.get("dropped")).items() if (value := number(raw))}
+    """{reason: how many} of `dropped_entries`."""
+    return {reason: count for reason, count, _ in dropped_entries(counts)}
+
+
+def dropped_entries(counts: Mapping[str, Any]) -> list[tuple[str, int, tuple[str, ...]]]:
+    """(reason, how many, path in the counts): `dropped: {reason: n}` and `dropped_<reason>: n` are the two ways a stage tells it."""
+    found = [(reason, int(value), ("dropped", reason)) for reason, raw in mapping(counts.get("dropped")).items() if (value := number(raw))]
     for key, raw in counts.items():
         value = number(raw)
         if value and (key.startswith("dropped_") or key in LEFT_OUT):
-            found[key.removeprefix("dropped_").replace("_", " ")] = int(value)
+            found.append((key.removeprefix("dropped_").replace("_", " "), int(value), (key,)))
     total = number(counts.get("dropped"))
-    if total and not found:
-        found["no reason given"] = int(total)
-    return found
+    return [("no reason given", int(total), ("dropped",))] if total and not found else found
 
 
 def head_rows(ledger: Mapping[str, Any]) -> list[tuple[str, float, float | None, float | None]]:

@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from jobs.errors import MustFix
-from jobs.reporting import charts, figures
+from jobs.reporting import charts, figures, measured
 from jobs.reporting.figures import mapping, number
 from jobs.storage.files import write_atomically
 
@@ -46,6 +46,8 @@ class RunFiles:
         self.run = self._object("run.json", expected=True)
         self.baseline = self._object("baseline.json")
         self.evaluation = self._object("evaluation.json")
+        self.live = self._object("live.json")
+        self.scaling = self._object("scaling.json")
         self.events = self._lines("events.jsonl")
         self.training = self._lines("train.jsonl")
 
@@ -139,7 +141,13 @@ def page_of(files: RunFiles) -> dict[str, Any]:
         "rates_chart": rates_chart(heads),
         "positions": max((len(head["rates"]) for head in heads), default=0),
         "gains": gain_figures(files),
-        "groups": group_tables(heads),
+        "groups": measured.group_tables(heads),
+        "domain_gains": measured.domain_gains(files.evaluation),
+        "best": str(files.baseline.get("best") or ""),
+        "standard": measured.standard_table(heads, mapping(run.get("settings"))),
+        "live": measured.live_table(files.live),
+        "scaling": measured.scaling_rows(files.scaling),
+        "scaling_chart": scaling_chart(files),
         "curves": training_curves(files.training),
         "training": training_facts(files.training),
         "training_notes": [masked(line["note"]) for line in files.training if "note" in line][-NOTES_SHOWN:],
@@ -169,7 +177,7 @@ def verdict_lines(files: RunFiles) -> list[Markup]:
                 _mean("trained", trained), _interval(trained), _most(files)
             )
         )
-    lines += _comparison(files)
+    lines += _comparison(files) + _speed(files)
     gate = mapping(run.get("gate"))
     if run.get("status") == "no_go" and gate:
         lines.append(Markup("Nothing was trained or published: {}.").format(str(gate.get("why", "the gate said so")).rstrip(".")))
@@ -198,6 +206,16 @@ def _comparison(files: RunFiles) -> list[Markup]:
         return []
     named = f" ({best})" if best != "baseline" else ""
     return [Markup("The best existing way to speculate{} emits {}{}.").format(named, _mean("baseline", baseline), _interval(baseline, "acceptance", "baseline"))]
+
+
+def _speed(files: RunFiles) -> list[Markup]:
+    """What the winner was worth through the real server, at the fewest requests at once."""
+    speedup = {c: value for c, raw in mapping(files.live.get("speedup")).items() if (value := number(raw)) is not None}
+    if not speedup:
+        return []
+    least = min(speedup, key=lambda c: (len(c), c))
+    text = figure(f"{speedup[least]:.2f}", speedup[least], ("speedup", least), file="live.json")
+    return [Markup("Through the real server {} is {} times as fast as none, with {} at once.").format(str(files.live.get("winner")), text, f"{least} request{'' if least == '1' else 's'}")]
 
 
 def _mean(name: str, entry: Mapping[str, Any]) -> Markup:
@@ -282,6 +300,8 @@ def head_figures(files: RunFiles) -> list[dict[str, Any]]:
                     "readings": mapping(entry.get("readings")),
                     "groups": mapping(entry.get("groups")) or ({"source": mapping(entry["by_source"])} if entry.get("by_source") else {}),
                     "groups_key": "groups" if entry.get("groups") else "by_source",
+                    "others": mapping(entry.get("others")),
+                    "standard": mapping(entry.get("standard")),
                 }
             )
     last = {head["name"]: head for head in found}  # a head judged twice counts as judged last
@@ -304,23 +324,10 @@ def gain_figures(files: RunFiles) -> list[tuple[str, dict[str, Any]]]:
     return [(key, mapping(raw)) for key, raw in gains.items() if number(mapping(raw).get("mean")) is not None]
 
 
-def group_tables(heads: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One table a dimension (source, part of the answer): acceptance length of each head by label."""
-    tables = []
-    for dimension in sorted({name for head in heads for name in head["groups"]}):
-        labels = sorted({label for head in heads for label in mapping(head["groups"].get(dimension))})
-        rows = []
-        for label in labels:
-            cells = []
-            for head in heads:
-                raw = mapping(head["groups"].get(dimension)).get(label)
-                key = "mean_acceptance_length" if "mean_acceptance_length" in mapping(raw) else "mean"
-                value = number(mapping(raw).get(key)) if isinstance(raw, Mapping) else number(raw)
-                middle = ("groups", dimension, label) if head["groups_key"] == "groups" else ("by_source", label)
-                cells.append((value, head["file"], (*head["path"], *middle, *((key,) if isinstance(raw, Mapping) else ()))))
-            rows.append((label, cells))
-        tables.append({"dimension": dimension, "heads": [head["name"] for head in heads], "rows": rows})
-    return tables
+def scaling_chart(files: RunFiles) -> Markup:
+    """Acceptance length over the samples trained on."""
+    points = [(number(row.get("samples")) or 0.0, mapping(row["acceptance_length"])["mean"]) for _, row in measured.scaling_rows(files.scaling)]
+    return charts.line_chart("Acceptance length by samples", [("acceptance length", sorted(points))], x_label="training samples", floor=1) if len(points) > 1 else Markup()
 
 
 def training_curves(lines: list[dict[str, Any]]) -> list[tuple[str, Markup]]:

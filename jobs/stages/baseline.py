@@ -52,7 +52,7 @@ def run(context: Context) -> dict[str, Any]:
     context.run.ledger["gate"] = gate.decide(context, best)
     context.run.save()
     context.note(f"gate: {context.run.ledger['gate']['verdict']}: {context.run.ledger['gate']['why']}")
-    return {"heads": len(heads), "sequences": len(store.ids()), "best": best.name if best else None, "verdict": context.run.ledger["gate"]["verdict"]}
+    return {"heads": len(heads), "sequences": len(judging.own_ids(store)), "best": best.name if best else None, "verdict": context.run.ledger["gate"]["verdict"]}
 
 
 def _readings(context: Context, store: StateStore) -> dict[str, dict[str, Candidate]]:

@@ -40,7 +40,7 @@ def run(context: Context) -> dict[str, Any]:
     by_domain = judging.gains_by_domain(context, trained, judging.kept(context, best)) if best else {}
     judging.write_figures(context, context.path / "evaluation.json", {"trained": figures}, gains=gains, gains_by_domain=by_domain)
     _require_gains(context, gains)
-    return {"acceptance_length": round(figures["acceptance_length"]["mean"], 4), "sequences": len(store.ids()), "scored_steps": trained.walk.steps}
+    return {"acceptance_length": round(figures["acceptance_length"]["mean"], 4), "sequences": len(judging.own_ids(store)), "scored_steps": trained.walk.steps}
 
 
 def _require_gains(context: Context, gains: dict[str, dict[str, float]]) -> None:

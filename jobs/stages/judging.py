@@ -8,6 +8,7 @@ are of the run's own prompts.
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from jobs.draft import statistics
-from jobs.draft.acceptance import Judgement
+from jobs.draft.acceptance import Counts, Judgement
 from jobs.draft.replay import Candidate, judge_chains, judge_heads, standard_labels
 from jobs.errors import MustFix
 from jobs.run import Context
@@ -27,6 +28,9 @@ from jobs.storage.responses import RESPONSES, Response, scan_responses
 from jobs.storage.states import StateStore
 from jobs.verifier.chat import Chat
 from jobs.verifier.ngram import ngram_chains
+
+# A dimension with more labels than this (the sources of a wide mix) is shown with the sum of the others.
+LABELS_SHOWN = 8
 
 
 def judge_all(context: Context, candidates: Mapping[str, Candidate], store: StateStore) -> dict[str, Judgement]:
@@ -79,6 +83,11 @@ def own(judgement: Judgement) -> Judgement:
     return _part(judgement, None)
 
 
+def own_ids(store: StateStore) -> list[str]:
+    """Ids of the run's own answers in the eval split."""
+    return [i for i in store.ids() if standard.set_of(i) is None]
+
+
 def _part(judgement: Judgement, name: str | None) -> Judgement:
     return replace(judgement, samples={i: s for i, s in judgement.samples.items() if standard.set_of(i) == name})
 
@@ -124,10 +133,20 @@ def figures(context: Context, judgement: Judgement) -> dict[str, Any]:
     for dimension, labels_of in found["groups"].items():
         for label, entry in labels_of.items():
             entry |= _interval(context, mine, dimension, label)
+        if len(labels_of) > LABELS_SHOWN:
+            found.setdefault("others", {})[dimension] = _others(mine, dimension)
     sets = sorted({name for i in judgement.samples if (name := standard.set_of(i)) is not None})
     if sets:
         found["standard"] = {name: _standard(context, _part(judgement, name)) for name in sets}
     return found
+
+
+def _others(judgement: Judgement, dimension: str) -> dict[str, Any]:
+    """Which labels of a long dimension a page shows, those with the most answers, and the sum of the others."""
+    answers = Counter(label for sample in judgement.samples.values() for label in sample.groups.get(dimension, {}))
+    ordered = sorted(answers, key=lambda label: (-answers[label], label))
+    rest = sum((judgement.group(dimension, label) for label in ordered[LABELS_SHOWN:]), Counts.zero(judgement.draft_tokens))
+    return {"shown": ordered[:LABELS_SHOWN], "labels": len(ordered) - LABELS_SHOWN, "mean_acceptance_length": rest.mean if rest.steps else None, **rest.as_dict()}
 
 
 def _interval(context: Context, judgement: Judgement, dimension: str | None = None, label: str | None = None) -> dict[str, float]:

@@ -10,7 +10,7 @@ from jobs.draft.trainer import train
 from jobs.draft.vocabulary import DraftVocabulary
 from jobs.draft.weights import VerifierWeights
 from jobs.run import Context
-from jobs.stages import initial, standard
+from jobs.stages import initial, judging
 from jobs.stages.vocab import token_counts
 from jobs.storage.files import JsonLog
 from jobs.storage.states import StateStore
@@ -34,7 +34,7 @@ def run(context: Context) -> dict[str, Any]:
     store, evaluation = StateStore(context.states("train")), StateStore(context.states("eval"))
     verifier = VerifierWeights.read(context.verifier_path)
     head, is_warm = initial_head(context, verifier)
-    own_prompts = [i for i in evaluation.ids() if standard.set_of(i) is None]
+    own_prompts = judging.own_ids(evaluation)
     depth, log = settings.evaluate.draft_tokens, JsonLog(context.path / "train.jsonl")
 
     def replay(current: Eagle3Head) -> dict[str, Any]:

@@ -30,9 +30,13 @@ def head(name: str, mean: float, rates: list[float], **more) -> dict:
         "histogram": [edges[i] - edges[i + 1] for i in range(4)],
         "walk": {"steps": steps, "tokens": steps + sum(accepted), "drafts": steps, "draft_tokens": 3 * steps},
         "groups": {
-            "source": {"chat": {"mean_acceptance_length": mean + 0.1, "steps": 3000}, "code": {"mean_acceptance_length": mean - 0.1, "steps": 2000}},
-            "part": {"thinking": {"mean_acceptance_length": mean - 0.05}, "answer": {"mean_acceptance_length": mean + 0.2}},
+            "domain": {"chat": {"mean_acceptance_length": mean + 0.1, "low": mean, "high": mean + 0.2}, "code": {"mean_acceptance_length": mean - 0.1}},
+            "position": {label: {"mean_acceptance_length": mean - place / 50} for place, label in enumerate(("0-255", "1024-4095", "16384+", "256-1023"))},
+            "source": {f"set-{place:02d}": {"mean_acceptance_length": mean + place / 100} for place in range(30)},
+            "thinking": {"inside": {"mean_acceptance_length": mean - 0.05}, "outside": {"mean_acceptance_length": mean + 0.2}},
         },
+        "others": {"source": {"shown": ["set-07", "set-03", "set-29"], "labels": 27, "mean_acceptance_length": mean + 0.011, "steps": 40, "tokens": 99}},
+        "standard": {"gsm8k": {"acceptance_length": length(mean + 0.5), "prompts": 80}, "mt-bench": {"acceptance_length": {"mean": mean - 0.2}, "prompts": 4}},
         **more,
     }
 
@@ -40,7 +44,7 @@ def head(name: str, mean: float, rates: list[float], **more) -> dict:
 def settings() -> dict:
     return Settings(
         job={"name": "smoke", "seed": 3},
-        verifier={"dtype": "float32", "taps": [2, 5, 7]},
+        verifier={"model": "moonshotai/Kimi-K2.5", "taps": [2, 5, 7]},
         train={"tokens_per_step": 512, "max_length": 256, "device": "cpu"},
         rental={"machine": "8 x RTX PRO 6000", "price_per_hour": 12.5, "currency": "EUR"},
     ).as_dict()
@@ -58,6 +62,25 @@ def stage(seconds: float, counts: dict, *, state: str = "done", **more) -> dict:
         "outputs": {"out/file.json": {"bytes": 1_234_567, "sha256": "b" * 64}, "states/eval/shard-00000.safetensors": {"bytes": 99, "sha256": None}},
         **more,
     }
+
+
+def live() -> dict:
+    """Two ways at two concurrencies; the server of `none` died in its second measurement."""
+
+    def run(rate: float, accepts: float | None = None) -> dict:
+        measured = {"output_throughput": rate, "median_itl_ms": 1000 / rate, "p99_itl_ms": 4000 / rate, "median_tpot_ms": 900 / rate, "median_ttft_ms": 21.5}
+        return measured | ({"spec_decode_acceptance_length": accepts} if accepts else {})
+
+    ways = {
+        "none": {"runs": {"1": run(60.0)}, "error": "The live server died with signal SIGKILL (none-server.log): run the same command again."},
+        "trained": {"runs": {"1": run(84.6, 2.59), "16": run(700.0, 2.61)}},
+    }
+    return {"winner": "trained", "requests": 48, "sampling": {"temperature": 1.0, "top_p": 0.95}, "ways": ways, "speedup": {"1": 1.41}}
+
+
+def scaling() -> dict:
+    rows = [{"share": share, "samples": int(900 * share), "tokens": int(180_000 * share), "acceptance_length": length(2.1 + share / 2)} for share in (0.1, 0.3, 1.0)]
+    return {"rows": rows}
 
 
 def complete_ledger() -> dict:
@@ -130,7 +153,10 @@ def complete_run(tmp_path: Path) -> Path:
     (run / "baseline.json").write_text(json.dumps({"draft_tokens": 3, "heads": heads, "best": "ngram"}))
     trained = head("trained", 2.6132, [0.71, 0.52, 0.3832], taps=[2, 5, 7], readings={"2-5-7": 2.6132, "3-6-8": 1.81})
     gains = {"over_ngram": length(1.0632), "over_untrained": length(1.5932)}
-    (run / "evaluation.json").write_text(json.dumps({"draft_tokens": 3, "heads": {"trained": trained}, "gains": gains}))
+    by_domain = {"chat": length(1.2), "code": length(0.9)}
+    (run / "evaluation.json").write_text(json.dumps({"draft_tokens": 3, "heads": {"trained": trained}, "gains": gains, "gains_by_domain": by_domain}))
+    (run / "live.json").write_text(json.dumps(live()))
+    (run / "scaling.json").write_text(json.dumps(scaling()))
     write_lines(run / "train.jsonl", training_lines())
     write_lines(
         run / "events.jsonl",
@@ -177,6 +203,8 @@ def failed_run(tmp_path: Path) -> Path:
     bad["groups"] = {HOSTILE: {HOSTILE: {"mean_acceptance_length": 1.4}}}
     (run / "baseline.json").write_text(json.dumps({"draft_tokens": 3, "heads": {HOSTILE: bad}, "best": HOSTILE}))
     (run / "evaluation.json").write_text(json.dumps({"gains": {f"over_{HOSTILE}": length(0.3)}}))
+    (run / "live.json").write_text(json.dumps({"winner": HOSTILE, "ways": {HOSTILE: {"runs": {HOSTILE: {"output_throughput": 2.0}}, "error": HOSTILE}}}))
+    (run / "scaling.json").write_text(json.dumps({"rows": [HOSTILE, {"share": HOSTILE}]}))
     write_lines(run / "train.jsonl", [{"step": 10, "loss": 3.0}, {"step": 20, "loss": math.nan, HOSTILE: HOSTILE}])
     write_lines(run / "events.jsonl", [{"time": HOSTILE, "kind": HOSTILE, "text": HOSTILE}])
     return run

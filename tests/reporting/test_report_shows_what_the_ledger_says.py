@@ -118,6 +118,43 @@ def test_the_verdict_comes_first_and_says_what_the_head_is_worth(complete_run):
     assert "hidden-word" not in (complete_run / "report.html").read_text()  # a password in a URL
 
 
+def test_live_speed_stands_in_the_verdict_and_in_a_table_and_a_dead_server_is_named(complete_run):
+    words = " ".join(page_of(complete_run).text.split())
+    assert "Through the real server trained is 1.41 times as fast as none, with 1 request at once." in words
+    assert words.index("1.41 times") < words.index("Acceptance length by head")
+    assert "The live server died with signal SIGKILL" in words and "84.6 1.41" in words and "2.610" in words
+
+
+def test_standard_prompts_stand_beside_the_public_cards_with_what_differs(complete_run):
+    words = " ".join(page_of(complete_run).text.split())
+    for needed in ("lightseekorg/kimi-k2.5-eagle3", "3.201", "2.687", "What differs from the cards", "temperature 1", "3.113", "3.03 to 3.19"):
+        assert needed in words, needed
+    ledger = json.loads((complete_run / "run.json").read_text())
+    ledger["settings"]["verifier"]["model"] = "another/model"
+    (complete_run / "run.json").write_text(json.dumps(ledger))
+    words = page_of(complete_run).text
+    assert "3.113" in words and "lightseekorg" not in words, "the cards are of heads for Kimi-K2.5"
+
+
+def test_a_long_table_of_sources_is_capped_with_the_rest_summed_and_positions_go_up(complete_run):
+    words = " ".join(page_of(complete_run).text.split())
+    assert "set-07" in words and "set-29" in words and "set-08" not in words
+    assert "the 27 others together" in words
+    assert words.index("0-255") < words.index("256-1023") < words.index("1024-4095") < words.index("16384+")
+    evaluation = json.loads((complete_run / "evaluation.json").read_text())
+    del evaluation["heads"]["trained"]["others"]
+    (complete_run / "evaluation.json").write_text(json.dumps(evaluation))
+    (complete_run / "baseline.json").unlink()
+    assert "and 22 more in evaluation.json" in " ".join(page_of(complete_run).text.split())
+
+
+def test_the_scaling_table_and_every_stages_money_are_there(complete_run):
+    shown = {attributes.get("data-source"): text for attributes, text in page_of(complete_run).figures if "data-per" not in attributes}
+    assert shown["scaling.json#/rows/0/share"] == "10 %" and shown["scaling.json#/rows/2/samples"] == "900"
+    assert shown["run.json#/stages/generate.train/cost"] == "0.42 EUR"
+    assert shown["run.json#/stages/generate.train/counts/dropped/no answer"] == "2" and shown["run.json#/stages/prompts/counts/too_long"] == "12"
+
+
 def test_a_no_go_says_why(complete_run):
     ledger = json.loads((complete_run / "run.json").read_text())
     ledger |= {"status": "no_go", "published": None, "acceptance": {"ngram": {"mean": 3.7, "low": 3.6, "high": 3.8}, "baseline": {"mean": 3.7, "low": 3.6, "high": 3.8}}}
