@@ -134,13 +134,14 @@ def preflight(job: str, overrides: tuple[str, ...], as_json: bool, debug: bool) 
 @click.argument("job")
 @set_option
 @click.option("--calibrate", type=click.Path(path_type=Path), metavar="RUN", help="Take the rates from a finished run.")
+@click.option("--for", "amount", type=float, metavar="AMOUNT", help="How many training samples this much money pays for.")
 @json_option
 @debug_option
-def plan(job: str, overrides: tuple[str, ...], calibrate: Path | None, as_json: bool, debug: bool) -> dict[str, Any]:
-    """Time, bytes and money, stage by stage, per machine type."""
+def plan(job: str, overrides: tuple[str, ...], calibrate: Path | None, amount: float | None, as_json: bool, debug: bool) -> dict[str, Any]:
+    """Time, bytes and money, stage by stage, per machine type; where, spot or not, how much for this money."""
     from entrypoints import launch
 
-    return launch.plan(job, overrides, calibrate)
+    return launch.plan(job, overrides, calibrate, amount)
 
 
 @cli.command()

@@ -44,12 +44,16 @@ def preflight(job_name: str, overrides: Sequence[str]) -> dict[str, Any]:
         return _run(settings, Path(folder), only="preflight", report=False)
 
 
-def plan(job_name: str, overrides: Sequence[str], calibrate: Path | None) -> dict[str, Any]:
+def plan(job_name: str, overrides: Sequence[str], calibrate: Path | None, amount: float | None) -> dict[str, Any]:
+    from jobs.reporting import choices
     from jobs.reporting import plan as planning
 
     ledger = RunDirectory(calibrate, read_only=True).ledger if calibrate else None
-    plans = planning.for_all_machines(load(job_name, overrides=overrides), ledger)
-    return {"status": "planned", "plans": [p.as_dict() for p in plans], "text": planning.render_plans(plans)}
+    settings = load(job_name, overrides=overrides)
+    plans = planning.for_all_machines(settings, ledger)
+    asked = choices.answers(plans, settings, amount=amount)
+    text = planning.render_plans(plans, [answer["text"] for answer in asked.values()])
+    return {"status": "planned", "plans": [p.as_dict() for p in plans], "answers": asked, "text": text}
 
 
 def status(path: Path) -> dict[str, Any]:

@@ -208,6 +208,8 @@ class RentalSettings(Section):
     machine: str = Field("this machine", description="Name of the machine for the ledger and the report")
     price_per_hour: float = Field(0.0, ge=0, description="What an hour costs, for the cost in the ledger")
     currency: str = Field("USD", description="Currency of the price")
+    spot_price_per_hour: float = Field(0.0, ge=0, description="What an hour of the same machine costs where it can be taken away; for `plan`")
+    interruptions_per_day: float = Field(2.0, ge=0, description="How often such a machine is taken away, for `plan`; a guess until your provider says")
     deadline: AwareDatetime | None = Field(None, description="When the machine goes back (2026-03-01T18:00:00Z): the run saves and stops in time, exit code 75")
     spending_limit: float | None = Field(None, gt=0, description="Most that the run may cost over all its starts: it saves and stops in time, exit code 78")
     reserve_minutes: float = Field(15, ge=0, description="Minutes kept before the deadline and the spending limit for saving and pushing")
