@@ -3,7 +3,8 @@
 Each line of standard input is one run, answered by a line on standard output: a JSON object with `prompts`
 (id lists), `out` (a folder), `tokens` and `speculative` (null, or a config as vLLM takes it). Without one the
 plain run captures states: out/states is a store of `tokens` answered tokens a prompt. With one,
-out/answers.json holds the answers and out/counters.json the engine's own speculation counters.
+out/answers.json holds the answers, out/counters.json the engine's own speculation counters and
+out/seconds.json the processor and wall seconds of the answers, the start not counted.
 
 One process for all of them: of the 25 s of processor time that a start takes, 22 are spent once a process.
 """
@@ -11,6 +12,7 @@ One process for all of them: of the 25 s of processor time that a start takes, 2
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="WARNING")
@@ -65,7 +67,9 @@ def speculate(wanted: list[Request], out: Path, speculative: dict) -> None:
         answers[finished.request.id] = finished.response_token_ids
         return ()
 
+    wall, processor = time.perf_counter(), time.process_time()
     engine.run(wanted, keep)
+    (out / "seconds.json").write_text(json.dumps({"wall": time.perf_counter() - wall, "processor": time.process_time() - processor}))
     metrics = engine._llm.get_metrics()
     counters = {m.name.removeprefix("vllm:spec_decode_"): getattr(m, "value", getattr(m, "values", None)) for m in metrics if "spec_decode" in m.name}
     (out / "counters.json").write_text(json.dumps(counters))
