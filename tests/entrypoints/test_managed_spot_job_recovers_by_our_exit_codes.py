@@ -1,0 +1,46 @@
+"""The SkyPilot task: recovers on 75 alone, and its command is one that this command line takes.
+
+Its script is run as it is; `docker` is a script that runs the command line it is given in this environment, for there is
+no GPU and no image here.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jobs.errors import EXIT_MUST_FIX, EXIT_TRY_AGAIN
+from jobs.settings import load
+
+TASK = yaml.safe_load((Path(__file__).parents[2] / "entrypoints" / "managed-spot.yaml").read_text())
+DOCKER = """#!/bin/sh
+while [ "$1" != eagle3-job:gpu ]; do shift; done
+shift
+exec {python} -m entrypoints.cli "$@" --dry-run --json
+"""
+
+
+def test_only_a_passing_fault_is_paid_for_again():
+    recovery = TASK["resources"]["job_recovery"]
+    assert recovery["recover_on_exit_codes"] == [EXIT_TRY_AGAIN] and recovery["max_restarts_on_errors"] == 0
+    assert EXIT_MUST_FIX not in recovery["recover_on_exit_codes"] and TASK["resources"]["use_spot"] is True
+
+
+def test_secrets_have_no_value_and_settings_exist():
+    assert set(TASK["secrets"].values()) == {None}
+    named = {name: "s3://bucket/x" for name in TASK["envs"] if "__" in name}
+    assert load("hero", environment=named).push.uri == "s3://bucket/x"
+
+
+@pytest.mark.parametrize(("uri", "expected"), [("s3://bucket/head", 0), ("gs://bucket/head", 78)])
+def test_the_script_runs_the_job_and_passes_its_exit_code_on(tmp_path, uri, expected):
+    docker = tmp_path / "docker"
+    docker.write_text(DOCKER.format(python=sys.executable))
+    docker.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), **{k: v or "" for k, v in TASK["envs"].items()}}
+    done = subprocess.run(["bash", "-c", TASK["run"]], env=environment | {"EAGLE3_PUSH__URI": uri}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == expected, done.stderr
+    assert (tmp_path / "eagle3-data").is_dir()
