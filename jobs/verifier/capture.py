@@ -35,8 +35,8 @@ from jobs.verifier.state_thread import Ended, Span, Step, StoreThread
 
 SAMPLE_KEY = "eagle3_sample"  # extra_args: id of the sample the request's rows belong to
 LAST_TOKEN_KEY = "eagle3_last_token"  # extra_args of a prefill: the token after the fed ones
-# Rows whose logits are formed at once where they have to be formed again: 256 x 163,840 fp32 = 168 MB.
-LOGIT_ROWS = 256
+# Logits formed at once where they have to be formed again: 256 rows of 163,840, in fp32 168 MB.
+LOGITS = 256 * 163_840
 
 
 class Capture:
@@ -166,9 +166,12 @@ class Capture:
             known = [place for place, token in enumerate(following) if token >= 0]
             index += [first + place for place in known]
             tokens += [following[place] for place in known]
-        for at in range(0, len(index), LOGIT_ROWS):
-            where = torch.tensor(index[at : at + LOGIT_ROWS], device=hidden.device)
-            token = torch.tensor(tokens[at : at + LOGIT_ROWS], device=hidden.device)
+        if not index:
+            return result
+        # One copy from pinned memory, which the compute stream does not wait for.
+        table = torch.tensor([index, tokens], pin_memory=self._side is not None).to(hidden.device, non_blocking=True)  # [2, k]
+        at_once = max(1, LOGITS // self.runner.model_config.get_vocab_size())
+        for where, token in zip(table[0].split(at_once), table[1].split(at_once), strict=True):
             logits = self.runner.model.compute_logits(hidden[where])  # [r, V]
             result[where] = logits.log_softmax(dim=-1, dtype=torch.float32).gather(1, token[:, None])[:, 0]
         return result

@@ -66,6 +66,7 @@ class VerifierEngine:
         self._open, self._check_one_in = False, 0
         self._dead = False  # it failed or hangs: it is closed, and not asked anything any more
         self._running: dict[str, Request] = {}
+        self._backlog: deque[Request] = deque()  # follow-ups, not yet given to vLLM
         arguments = _arguments(self.model, settings, self.facts, seed, self.capture_taps) | (engine_arguments or {})
         if arguments["dtype"] not in ("bfloat16", "float32"):
             raise MustFix(
@@ -105,6 +106,7 @@ class VerifierEngine:
     def discard(self, samples: Iterable[str]) -> None:
         """Forget the rows of samples that will not be committed, and stop those still being decoded."""
         samples = list(samples)
+        self._backlog = deque(request for request in self._backlog if request.id not in samples)
         if running := [sample for sample in samples if self._running.pop(sample, None)]:
             self._llm.llm_engine.abort_request(running)
         if samples and self._open:
@@ -125,13 +127,13 @@ class VerifierEngine:
         Raises Interrupted after `should_stop`, with everything finished handed out; TryAgain when
         the engine fails or gives no token for `verifier.stall_seconds`; whatever the writer failed with.
         """
-        source, backlog = iter(requests), deque[Request]()
+        source = iter(requests)
         durable_soon: dict[str, Finished] = {}
         with Watchdog(self.settings.stall_seconds, lambda: self.tokens) as watchdog, self._abandoning():
             while True:
                 stopping = should_stop()
                 if not stopping:
-                    self._fill(source, backlog)
+                    self._fill(source)
                 with self._as_try_again(should_stop):
                     fresh = self._step() if self._running and not stopping else []
                     watchdog.look()
@@ -139,17 +141,17 @@ class VerifierEngine:
                     idle = stopping or not self._running
                     settled = self._settle(fresh, durable_soon, wait=idle)
                 for finished in settled:
-                    backlog.extend(on_finished(finished))
+                    self._backlog.extend(on_finished(finished))
                 if stopping:
                     raise Interrupted("Stopped while the verifier was answering", remedy="run the same command again to continue")
-                if idle and not durable_soon and not backlog and not self._fill(source, backlog):
+                if idle and not durable_soon and not self._backlog and not self._fill(source):
                     return
 
-    def _fill(self, source: Iterator[Request], backlog: deque[Request]) -> bool:
+    def _fill(self, source: Iterator[Request]) -> bool:
         """Give the engine requests until it is full; False if there was none left."""
         places = self.settings.max_num_seqs
         while len(self._running) < places + max(1, int(places * WAITING_SHARE)):
-            request = backlog.popleft() if backlog else next(source, None)
+            request = self._backlog.popleft() if self._backlog else next(source, None)
             if request is None:
                 break
             self._add(request)
@@ -272,6 +274,7 @@ class VerifierEngine:
                 with contextlib.suppress(Exception):
                     self.discard(list(self._running))
             self._running.clear()
+            self._backlog.clear()
             raise
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ def test_eval_keeps_both_readings_and_train_the_three_taps(engine, tmp_path):
     rows = [prompt(i, QUESTIONS[i], split="eval" if i < 3 else "train") for i in range(8)]
     folder = prepare(tmp_path / "run", rows)
     counts = run(folder, "eval", engine)
-    assert (counts["prompts"], counts["turns"], counts["dropped"]) == (3, 3, {})
+    assert (counts["prompts"], counts["asked"], counts["turns"], counts["dropped"]) == (3, 3, 3, {})
     assert StateStore(folder / "states/eval").layout.taps == (2, 3, 5, 6, 7, 8)
     assert run(folder, "train", engine)["turns"] == 5
     store = StateStore(folder / "states/train")
@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_dropped_and_counted_and_too_much_of_it_stops(engin
     rows = [prompt(i, QUESTIONS[i]) for i in range(5)] + [prompt(9, "word " * 400, "and more")]
     folder = prepare(tmp_path / "run", rows, generate={"max_dropped_share": 0.5})
     counts = run(folder, "eval", engine)
-    assert counts["turns"] == 5 and counts["dropped"] == {"prompt_too_long": 2}
+    assert (counts["asked"], counts["turns"], counts["dropped"]) == (7, 5, {"prompt_too_long": 2})
     strict = prepare(tmp_path / "strict", rows)
     with pytest.raises(MustFix, match="max_dropped_share"):
         run(strict, "eval", engine)

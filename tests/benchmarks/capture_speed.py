@@ -1,6 +1,8 @@
-"""Rates on a CUDA device, as ratios of two ways on the same machine: ours, and speculators' generator with its files.
+"""Rates of two ways on the same machine: ours, and speculators' generator with its one file a sample.
 
-    python gpu_speed.py make|ours|speculators|sampler WORK [tiny|smol|middle]      one line of JSON
+    python capture_speed.py make|ours|speculators|sampler WORK [tiny|smol|middle] [--sequences N] [--answer N] [--eager]
+
+Each prints one line of JSON. Made for a GPU; with few sequences and `--eager` it also runs on a CPU.
 
 `make` writes a verifier with random weights: `middle` is a Kimi-K2.5 with the real attention's inner sizes and 3 B
 parameters, `smol` a Llama of SmolLM2-135M's shape (rates do not depend on the weights).
@@ -8,6 +10,7 @@ parameters, `smol` a Llama of SmolLM2-135M's shape (rates do not depend on the w
 `speculators` prefills the same tokens with the pinned release and saves one file a sample.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -16,7 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "verifier"
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -32,13 +35,13 @@ from jobs.verifier.tiny import CHECKPOINT  # noqa: E402
 # hidden, layers, heads, q_lora, experts, expert width, dense width, vocabulary; MLA's inner sizes are Kimi's.
 H, L, HEADS, QL, EXPERTS, WIDTH, DENSE, VOCAB = 4096, 8, 32, 1024, 32, 1024, 8192, 32768
 KVL, NOPE, ROPE, V = 512, 128, 64, 128
-SEQUENCES, PROMPT, ANSWER = 256, 64, 320
+PROMPT = 64
 SHARD = StatesSettings(shard_mib=1024)
 
 
-def settings(utilization: float = 0.8) -> VerifierSettings:
+def settings(given: argparse.Namespace) -> VerifierSettings:
     return VerifierSettings(
-        dtype="bfloat16", max_model_len=1024, max_num_seqs=SEQUENCES, max_num_batched_tokens=8192, enforce_eager=False, gpu_memory_utilization=utilization
+        dtype="bfloat16", max_model_len=1024, max_num_seqs=given.sequences, max_num_batched_tokens=8192, enforce_eager=given.eager, gpu_memory_utilization=0.8
     )
 
 
@@ -122,17 +125,17 @@ def into_store(engine: VerifierEngine, folder: Path, wanted: list[Request], taps
     return time.monotonic() - begun
 
 
-def wanted(name: str, temperature: float = 1.0) -> list[Request]:
+def wanted(given: argparse.Namespace, name: str, temperature: float = 1.0) -> list[Request]:
     generator = torch.Generator().manual_seed(7)
-    prompts = torch.randint(0, 1500, (SEQUENCES, PROMPT), generator=generator).tolist()
-    return [Request(f"{name}{i:04d}#0", prompt, max_tokens=ANSWER, temperature=temperature, top_p=0.95 if temperature else 1.0, seed=i, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    prompts = torch.randint(0, 1500, (given.sequences, PROMPT), generator=generator).tolist()
+    return [Request(f"{name}{i:04d}#0", prompt, max_tokens=given.answer, temperature=temperature, top_p=0.95 if temperature else 1.0, seed=i, ignore_eos=True) for i, prompt in enumerate(prompts)]
 
 
-def ours(work: Path, model: Path) -> dict:
+def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
     taps, begun = VerifierFacts.read(model).default_taps, time.monotonic()
-    engine = VerifierEngine(model, settings(), seed=0, capture_taps=taps)
+    engine = VerifierEngine(model, settings(given), seed=0, capture_taps=taps)
     found: dict = {"start_s": round(time.monotonic() - begun, 1), "taps": taps}
-    into_store(engine, work / "warm-up", wanted("w")[:64], taps)
+    into_store(engine, work / "warm-up", wanted(given, "w")[:64], taps)
     shutil.rmtree(work / "warm-up")
     times: dict[str, list[float]] = {"with": [], "without": [], "greedy_with": [], "greedy_without": []}
     for number in range(2):
@@ -140,11 +143,11 @@ def ours(work: Path, model: Path) -> dict:
             temperature = 0.0 if "greedy" in kind else 1.0
             if "without" in kind:
                 begun = time.monotonic()
-                engine.run(wanted(f"{kind}{number}-", temperature), lambda finished: ())
+                engine.run(wanted(given, f"{kind}{number}-", temperature), lambda finished: ())
                 values.append(time.monotonic() - begun)
             else:
                 shutil.rmtree(work / kind, ignore_errors=True)
-                values.append(into_store(engine, work / kind, wanted(f"{kind}{number}-", temperature), taps))
+                values.append(into_store(engine, work / kind, wanted(given, f"{kind}{number}-", temperature), taps))
     shutil.rmtree(work / "greedy_with")
     store = StateStore(work / "with")
     rows = sum(store.response(i).tokens - 1 for i in store.ids())
@@ -155,26 +158,26 @@ def ours(work: Path, model: Path) -> dict:
     for number in range(2):
         shutil.rmtree(work / "prefill", ignore_errors=True)
         prefills.append(into_store(engine, work / "prefill", existing, taps))
-    written = sum(path.stat().st_size for path in (work / "prefill").glob("shard-*"))
+    written = sum(path.stat().st_blocks * 512 for path in (work / "prefill").glob("shard-*"))  # shards are preallocated
     problems = len(StateStore(work / "prefill").verify().problems)
     engine.close()
     best = {kind: min(values) for kind, values in times.items()}
     found |= {
         "seconds": {kind: [round(v, 2) for v in values] for kind, values in times.items()}, "prefill_seconds": [round(v, 2) for v in prefills],
         "capture_ratio": round(best["with"] / best["without"], 3), "capture_ratio_greedy": round(best["greedy_with"] / best["greedy_without"], 3),
-        "response_tokens_per_s": round(SEQUENCES * ANSWER / best["with"]), "rows": rows, "prefill_rows_per_s": round(rows / min(prefills)),
+        "response_tokens_per_s": round(given.sequences * given.answer / best["with"]), "rows": rows, "prefill_rows_per_s": round(rows / min(prefills)),
         "decode_rows_per_s": round(rows / best["with"]), "bytes_a_row": round(written / rows), "verify_problems": problems,
     }  # fmt: skip
     return found
 
 
-def speculators(work: Path, model: Path) -> dict:
+def speculators(work: Path, model: Path, given: argparse.Namespace) -> dict:
     """Rows a second of the same tokens to one file a sample (torch.save from four threads, as its script does)."""
     from jobs.verifier.speculators_backend import _start
 
     tokens = json.loads((work / "tokens.json").read_text())
     facts, begun = VerifierFacts.read(model), time.monotonic()
-    generator = _start(model, settings(), sorted({tap - 1 for tap in facts.default_taps} | {facts.layers - 1}))
+    generator = _start(model, settings(given), sorted({tap - 1 for tap in facts.default_taps} | {facts.layers - 1}))
     started = time.monotonic() - begun
     out, files, times = work / "speculators", ThreadPoolExecutor(4), []
     generator.generate(tokens[:32])
@@ -225,16 +228,23 @@ def sampler(requests: int = 1024, vocabulary: int = 163840) -> dict:
     return {"milliseconds": found, "requests": requests, "vocabulary": vocabulary, "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)}
 
 
-def main(step: str, work: Path, name: str) -> dict:
-    work.mkdir(parents=True, exist_ok=True)
-    if step == "sampler":
+def main(given: argparse.Namespace) -> dict:
+    given.work.mkdir(parents=True, exist_ok=True)
+    model = CHECKPOINT if given.model == "tiny" else given.work.parent / given.model
+    if given.step == "sampler":
         return sampler()
-    model = CHECKPOINT if name == "tiny" else work.parent / name
-    if step == "make":
-        return {"smol": smol, "middle": make}[name](model)
-    return {"ours": ours, "speculators": speculators}[step](work, model)
+    if given.step == "make":
+        return {"smol": smol, "middle": make}[given.model](model)
+    return {"ours": ours, "speculators": speculators}[given.step](given.work, model, given)
 
 
 if __name__ == "__main__":
-    found = main(sys.argv[1], Path(sys.argv[2]), *(sys.argv[3:] or ["middle"]))
-    print("RESULT " + json.dumps({"step": f"speed {' '.join(sys.argv[1:2] + sys.argv[3:])}", **found}), flush=True)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("step", choices=["make", "ours", "speculators", "sampler"])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("model", nargs="?", default="middle", choices=["tiny", "smol", "middle"])
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--answer", type=int, default=320)
+    parser.add_argument("--eager", action="store_true")
+    given = parser.parse_args()
+    print("RESULT " + json.dumps({"step": f"speed {given.step} {given.model}", **main(given)}), flush=True)
