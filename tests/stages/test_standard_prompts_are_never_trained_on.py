@@ -126,3 +126,12 @@ def test_the_mix_is_judged_in_its_share(tmp_path):
 )  # fmt: skip
 def test_a_source_tells_its_domain_or_the_settings_do(source, domain):
     assert domain_of(source, {"company/": "other", "company/logs": "support"}) == domain
+
+
+def test_preflight_names_an_unknown_set_a_missing_file_and_an_eval_split_too_small_for_an_interval(tmp_path):
+    from jobs.stages.preflight import access
+
+    made = context(tmp_path, 'prompts.standard=[{name="gsm9k"}, {name="mine", source="/nowhere.jsonl"}]', "prompts.eval_samples=4")
+    unknown, missing, small = sorted(access.prompts(made), key=lambda text: ("gsm9k" not in text, "nowhere" not in text))
+    assert "no standard set is called 'gsm9k'" in unknown and "/nowhere.jsonl are no file" in missing
+    assert "prompts.eval_samples = 4 is too small for a confidence interval, which needs 5 prompts" in small

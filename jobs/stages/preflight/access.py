@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from jobs.backup import backup_uri
-from jobs.errors import JobError
+from jobs.draft.statistics import MINIMUM_PROMPTS
+from jobs.errors import JobError, TryAgain
 from jobs.run import Context
 from jobs.settings import Settings
-from jobs.stages import hub, push
+from jobs.stages import hub, push, standard
 from jobs.storage import bucket, saved_run
 from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.tiny import CHECKPOINT
@@ -25,6 +26,9 @@ def repositories(context: Context, found: dict[str, Any]) -> Iterator[str]:
         if hub.is_hub_id(name):
             try:
                 found[name] = hub.check(name, hub.require_commit(name, revision, key), kind)
+            except TryAgain as error:
+                yield error.sentence()
+                return  # a hub that does not answer for one does not for the next: do not wait for each
             except JobError as error:
                 yield error.sentence()
         elif name != "tiny" and not (Path(name) / "config.json").is_file():
@@ -32,10 +36,16 @@ def repositories(context: Context, found: dict[str, Any]) -> Iterator[str]:
 
 
 def prompts(context: Context) -> Iterator[str]:
+    """Files that are there, standard sets that are known, and an eval split large enough for the intervals."""
     wanted = context.settings.prompts
-    for source in (wanted.source, wanted.eval_source, *(part.source for part in wanted.mix)):
+    for source in (wanted.source, wanted.eval_source, *(part.source for part in (*wanted.mix, *wanted.standard))):
         if source and source.endswith((".jsonl", ".json")) and not Path(source).is_file():
             yield f"the prompts {source} are no file"
+    for each in wanted.standard:
+        if standard.source_of(each) is None:
+            yield f"no standard set is called {each.name!r}: known are {', '.join(standard.KNOWN)}; for another one give its source"
+    if wanted.eval_samples < MINIMUM_PROMPTS:
+        yield f"prompts.eval_samples = {wanted.eval_samples} is too small for a confidence interval, which needs {MINIMUM_PROMPTS} prompts"
 
 
 def facts_if_here(settings: Settings) -> VerifierFacts | None:
