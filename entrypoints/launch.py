@@ -57,10 +57,13 @@ def plan(job_name: str, overrides: Sequence[str], calibrate: Path | None, amount
 
 
 def status(path: Path) -> dict[str, Any]:
+    from jobs.reporting.choices import forecast
     from jobs.reporting.display import summary_text
 
     ledger = RunDirectory(path, read_only=True).ledger
-    return _summary(ledger, path, loads=0) | {"exit_code": EXIT_DONE, "run_exit_code": ledger["exit_code"], "text": summary_text(ledger)}
+    expected = forecast(ledger)
+    text = summary_text(ledger) + (f"\n{expected['text']}" if expected else "")
+    return _summary(ledger, path, loads=0) | {"exit_code": EXIT_DONE, "run_exit_code": ledger["exit_code"], "forecast": expected, "text": text}
 
 
 def pull(uri: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:

@@ -120,3 +120,53 @@ def test_sigterm_before_any_work_is_75(tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75
     assert json.loads(output)["status"] == "interrupted"
+
+
+PAST = ("--set", "rental.deadline=2020-01-01T00:00:00Z")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run that was begun and saved, as a machine that is lost leaves it."""
+    from jobs.run import RunDirectory
+    from jobs.settings import load
+    from jobs.storage.saved_run import RunSaver
+
+    settings = load("smoke", overrides=[f"push.uri=file://{tmp_path}/heads/one"], environment={})
+    run = RunDirectory(tmp_path / "lost")
+    run.begin(settings)
+    (run.path / "prompts.jsonl").write_text("{}\n")
+    RunSaver(run.path, f"file://{tmp_path}/heads/one.run", settings.push, run_id=run.ledger["run_id"]).save()
+    run.close()
+    return f"file://{tmp_path}/heads/one"
+
+
+def test_a_saved_run_is_pulled_and_its_head_is_not_there_yet(saved, tmp_path):
+    done = run("pull", saved, str(tmp_path / "back"), "--json")
+    assert done.returncode == 0, done.stderr
+    assert set(answer(done)["files"]) >= {"run.json", "prompts.jsonl"} and (tmp_path / "back" / "prompts.jsonl").read_text() == "{}\n"
+    told = answer(run("status", str(tmp_path / "back"), "--json"))
+    assert told["status"] == "running" and told["forecast"]["seconds_left"]["high"] > 0
+
+
+def test_resuming_from_nothing_is_78_unless_the_run_is_to_be_saved_there(tmp_path):
+    nothing = f"file://{tmp_path}/nothing"
+    done = run("smoke", "--run-dir", str(tmp_path / "run"), "--resume-from", nothing, "--json")
+    assert done.returncode == 78 and "No run is saved there" in answer(done)["error"]["message"]
+    assert not (tmp_path / "run" / "run.json").exists()
+    # One command for the first machine and the later ones: the run begins, and ends at once for its deadline.
+    begun = run("smoke", "--run-dir", str(tmp_path / "run"), "--resume-from", nothing, "--json", "--set", f"push.uri={nothing}", *PAST)
+    assert begun.returncode == 78 and "deadline" in answer(begun)["error"]["message"] and "this one begins" in begun.stderr
+
+
+def test_a_resumed_run_is_the_same_run(saved, tmp_path):
+    done = run("smoke", "--run-dir", str(tmp_path / "new"), "--resume-from", saved, "--json", *PAST)
+    assert done.returncode == 78 and "deadline" in answer(done)["error"]["message"], done.stderr
+    ledgers = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("lost", "new")]
+    assert ledgers[0]["run_id"] == ledgers[1]["run_id"] and ledgers[1]["settings"]["push"]["uri"] == saved
+
+
+def test_a_deadline_that_is_past_is_78_before_anything_runs(tmp_path):
+    done = run("smoke", "--run-dir", str(tmp_path / "run"), "--json", *PAST)
+    assert done.returncode == 78 and "deadline" in answer(done)["error"]["message"]
+    assert answer(run("status", str(tmp_path / "run"), "--json"))["status"] == "failed"
