@@ -18,7 +18,7 @@ from jobs.draft.vocabulary import DraftVocabulary, build
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.run import Context
-from jobs.stages import initial
+from jobs.stages import initial, standard
 from jobs.storage.states import StateStore
 from jobs.verifier.chat import Chat
 from jobs.verifier.facts import VerifierFacts
@@ -80,7 +80,8 @@ def draft_vocabulary(context: Context, split: str) -> DraftVocabulary:
 def token_counts(context: Context, split: str) -> Counter[int]:
     store = StateStore(context.states(split))
     counts: Counter[int] = Counter()
-    for sample_id in store.ids():
+    # Standard prompts are for judging only: the map must not be made for them.
+    for sample_id in (i for i in store.ids() if standard.set_of(i) is None):
         counts.update(store.response(sample_id).response_token_ids)
     if not counts:
         raise MustFix(f"The {split} split holds no response", where=str(context.states(split)), remedy=f"generate it again with --redo generate.{split}")
