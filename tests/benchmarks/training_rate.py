@@ -1,0 +1,266 @@
+"""Trained tokens a second of the compiled step, beside its floor and speculators 0.4.0.1, in one run.
+
+    python tests/benchmarks/training_rate.py --parts rate,ranks --seconds 280 --out rate.jsonl     # one GPU
+    torchrun --nproc-per-node 2 tests/benchmarks/training_rate.py --parts ddp --out ddp.jsonl       # several
+    python tests/benchmarks/training_rate.py --size tiny --device cpu --parts rate                   # a self-check
+
+Every figure is printed as one line of JSON as soon as it is known, a part that fails is a line with its
+error, and the parts stop when the seconds are used up. Documents are 512 rows long, as in the measurements
+of the peers that NOTES.md names. A step that leaves its one compiled graph is an error here.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+import training_floor  # noqa: E402
+from training_ours import REAL, STEPS, TINY, Ours, config_of, documents_of, flop_of_a_token  # noqa: E402
+from training_speculators import Speculators  # noqa: E402
+
+from jobs.draft.ranks import Ranks, joined  # noqa: E402
+
+SAMPLE = 502  # rows of the 503-token samples of the run to beat
+GIB = 2**30
+
+
+class Bench:
+    """Options, the clock, and where lines go."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.began = options, time.monotonic()
+        self.device = torch.device(options.device)
+        self.cuda = self.device.type == "cuda"
+        self.config = config_of(REAL if options.size == "real" else TINY)
+        self.folder = Path(tempfile.mkdtemp(prefix="training-rate-"))
+        self.matmul: float | None = None
+        self.known: dict[tuple[str, int], float] = {}  # (who, rows) -> tokens a second
+
+    @property
+    def left(self) -> float:
+        return self.options.seconds - (time.monotonic() - self.began)
+
+    def say(self, what: str, **figures) -> None:
+        line = json.dumps({"what": what, "at": round(time.monotonic() - self.began, 1), **{k: _short(v) for k, v in figures.items()}})
+        print(line, flush=True)
+        if self.options.out:
+            with open(self.options.out, "a") as file:
+                file.write(line + "\n")
+
+    def attempt(self, name: str, needs: float, part: Callable[..., None], *arguments) -> None:
+        """One part: skipped where the time is short, and a failure is a line, not the end."""
+        if self.left < needs:
+            return self.say(name, skipped=f"{self.left:.0f} s left, {needs:.0f} needed")
+        try:
+            part(*arguments)
+        except Exception as error:  # noqa: BLE001 - the next part may well work
+            self.say(name, error=f"{type(error).__name__}: {error}"[:400])
+            traceback.print_exc()
+        self.clean()
+
+    def clean(self) -> None:
+        torch.compiler.set_stance("default")
+        torch._dynamo.reset()
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def _short(value):
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+# ------------------------------------------------------------------ one GPU
+
+
+def ours(bench: Bench, rows: int, extra: bool, name: str = "ours") -> None:
+    """Our step at one size; extra: also samples of 503 tokens, and an epoch that has rows to decide."""
+    began = time.perf_counter()
+    made = Ours(bench.config, rows, Ranks(0, 1, bench.device), bench.folder)
+    if name != "ours":  # PyTorch's own choice of what the backward pass finds ready
+        torch._functorch.config.ban_recompute_materialized_backward = True
+    feed = made.feed(documents_of(rows, 512))
+    made.steps(feed, 1)
+    first = time.perf_counter() - began
+    torch.compiler.set_stance("fail_on_recompile")
+    seconds = _steady(bench, made, feed)
+    _tell(bench, name, rows, rows, seconds, compile_and_first_step_seconds=first)
+    bench.known[name, rows] = rows / seconds
+    if bench.cuda and extra:
+        bench.say("ours.host_syncs", rows=rows, found=_host_syncs(made, feed))
+    if extra:
+        feed = made.feed(documents_of(rows // SAMPLE * SAMPLE, SAMPLE))
+        used = rows // SAMPLE * SAMPLE
+        _tell(bench, "ours.packed_503_token_samples", rows, used, _steady(bench, made, feed), padding=1 - used / rows)
+        bench.known["packed", rows] = used / made.steps(feed, 3)[0]
+        _tell(bench, "ours.first_epoch_a_quarter_undecided", rows, rows, _steady(bench, made, made.feed(documents_of(rows, 512), undecided=0.25)))
+        _tell(bench, "ours.one_document", rows, rows, _steady(bench, made, made.feed((rows,))))
+
+
+def _steady(bench: Bench, made: Ours, feed) -> float:
+    """Seconds a step over about three seconds, and the peak of the memory during them."""
+    once, _ = made.steps(feed, 2)
+    if bench.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    return made.steps(feed, max(4, min(40, int(bench.options.measure / once))))[0]
+
+
+def _tell(bench: Bench, who: str, rows: int, used: int, seconds: float, **more) -> None:
+    figures = {"rows": rows, "tokens_per_second": used / seconds, "step_ms": 1e3 * seconds}
+    if bench.cuda:
+        figures |= {"peak_gib": torch.cuda.max_memory_allocated() / GIB, "reserved_gib": torch.cuda.max_memory_reserved() / GIB}
+        figures["recipe_tflops"] = used * flop_of_a_token(bench.config) / seconds / 1e12
+        if bench.matmul:
+            figures["of_matmul_rate"] = figures["recipe_tflops"] / bench.matmul
+    bench.say(who, **figures, **more)
+
+
+def _host_syncs(made: Ours, feed) -> str:
+    """What makes the host wait for the device inside a step, by PyTorch's own detector."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        from training_ours import Window
+
+        made.run.optimizer_step(feed, Window(STEPS, 1.0, made.device))
+        return "none"
+    except RuntimeError as error:
+        return "".join(traceback.format_exception(error))[-700:]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        made.run.step += 1
+
+
+def floor(bench: Bench, rows: int) -> None:
+    bench.say("floor", rows=rows, **training_floor.measure(bench.config, rows, STEPS, once=False))
+    bench.say("floor.embedding_projected_once", rows=rows, **training_floor.measure(bench.config, rows, STEPS, once=True, seconds=1.0))
+
+
+def peer(bench: Bench, sizes: list[tuple[int, tuple[int, ...], str]]) -> None:
+    """speculators at these (rows, documents, name), each compiled anew so that its shape is static."""
+    made = Speculators(bench.config, bench.device, max(rows for rows, _, _ in sizes))
+    for rows, lengths, name in sizes:
+        if bench.left < 35:
+            bench.say(name, rows=rows, skipped=f"{bench.left:.0f} s left")
+            continue
+        try:
+            torch._dynamo.reset()
+            began = time.perf_counter()
+            seconds = made.measure(rows, lengths, bench.options.measure)
+            _tell(bench, name, rows, sum(lengths), seconds, with_compilation_seconds=time.perf_counter() - began)
+            bench.known[name, rows] = sum(lengths) / seconds
+        except Exception as error:  # noqa: BLE001
+            bench.say(name, rows=rows, error=f"{type(error).__name__}: {error}"[:400])
+        torch.cuda.empty_cache()
+
+
+def ratios(bench: Bench) -> None:
+    known = bench.known
+    for rows in sorted({rows for who, rows in known if who == "speculators"}):
+        if ("ours", rows) in known:
+            bench.say("ratio.ours_over_speculators", rows=rows, ratio=known["ours", rows] / known["speculators", rows])
+    single, packed = known.get(("speculators.one_503_token_sample", 512)), [v for (who, _), v in known.items() if who == "packed"]
+    if single and packed:
+        bench.say("ratio.packed_over_one_sample_a_step", ratio=max(packed) / single)
+
+
+def one_gpu(bench: Bench) -> None:
+    if not bench.cuda:
+        return bench.attempt("ours", 0, ours, bench, 1024, True)
+    device = torch.cuda.get_device_properties(0)
+    bench.say("machine", gpu=device.name, memory_gib=device.total_memory / GIB, torch=torch.__version__, flop_of_a_token=flop_of_a_token(bench.config))
+    bench.matmul = training_floor.matmul_rate()
+    bench.say("matmul_8192", tflops=bench.matmul)
+    first, second, *more = bench.options.rows
+    bench.attempt("ours", 60, ours, bench, first, True)
+    bench.attempt("floor", 15, floor, bench, first)
+    bench.attempt("ours", 50, ours, bench, second, False)
+    one = (512, (SAMPLE,), "speculators.one_503_token_sample")
+    size = lambda rows: (rows, documents_of(rows, 512), "speculators")  # noqa: E731
+    bench.attempt("speculators", 60, peer, bench, [size(second), one, size(2048), size(first)])
+    ratios(bench)
+    bench.attempt("floor", 12, floor, bench, second)
+    for rows in more:
+        bench.attempt("ours", 45, ours, bench, rows, False)
+    bench.attempt("ours.kept_by_default", 45, ours, bench, first, False, "ours.kept_by_default")
+    ratios(bench)
+
+
+# ------------------------------------------------------------------ several GPUs
+
+
+def several(bench: Bench) -> None:
+    """The same global batch on one rank and on all, then as many rows a rank as one had: speed."""
+    rows = bench.options.rows[0]
+    with joined(bench.options.device, 1_000_000) as ranks:
+        bench.device = ranks.device
+        lengths, say = documents_of(rows, 512), bench.say if ranks.first else lambda *_, **__: None
+        if bench.cuda:
+            say("all_reduce", **_exchange_rate(bench, ranks))
+        alone_losses, alone = [], None
+        if ranks.first:
+            made = Ours(bench.config, rows, Ranks(0, 1, ranks.device), bench.folder, accumulate=ranks.world)
+            _, alone_losses = made.steps(made.feed(lengths, 2 * ranks.world), 6)
+            made.accumulate = made.run.plan.accumulate = 1
+            made.run.settings = made.run.settings.model_copy(update={"accumulate": 1})
+            alone = _steady(bench, made, made.feed(lengths))
+            say("ddp.one", rows=rows, tokens_per_second=rows / alone, step_ms=1e3 * alone)
+            del made
+            bench.clean()
+        ranks.barrier()
+        made = Ours(bench.config, rows, ranks, bench.folder, accumulate=ranks.world)
+        _, losses = made.steps(made.feed(lengths, 2 * ranks.world), 6)
+        if alone_losses:
+            apart = max(abs(a - b) / abs(a) for a, b in zip(alone_losses, losses, strict=True))
+            say("ddp.loss_at_the_same_global_batch", one=[_short(x) for x in alone_losses], all=[_short(x) for x in losses], largest_relative_difference=apart)
+        feed = made.feed(lengths, 2 * ranks.world)
+        together, _ = made.steps(feed, 8)
+        together, _ = made.steps(feed, 8)
+        if alone:
+            _tell(bench, "ddp.all", rows, rows * ranks.world, together, ranks=ranks.world, efficiency=alone / together)
+        ranks.barrier()
+
+
+def _exchange_rate(bench: Bench, ranks: Ranks) -> dict[str, float]:
+    """Milliseconds that the gradients of one step take from rank to rank, in fp32 and in bf16."""
+    figures = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        numbers = 1_190_000_000 if bench.options.size == "real" else 1_000_000
+        gradients = torch.ones(numbers, dtype=dtype, device=ranks.device)
+        for number in range(6):
+            if number == 2:
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+            ranks.sum(gradients)
+        torch.cuda.synchronize()
+        figures[f"{name}_ms"] = 1e3 * (time.perf_counter() - began) / 4
+        figures[f"{name}_gb"] = gradients.nbytes / 1e9
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="rate", help="rate (one GPU), ddp (under torchrun)")
+    parser.add_argument("--rows", type=lambda text: [int(x) for x in text.split(",")], default=[8192, 4096, 512, 32768, 16384], help="tokens a step")
+    parser.add_argument("--size", choices=("real", "tiny"), default="real")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--seconds", type=float, default=280, help="no part begins that would not end in these")
+    parser.add_argument("--measure", type=float, default=3.0, help="seconds of each measurement")
+    parser.add_argument("--out", help="append the lines here too")
+    bench = Bench(parser.parse_args())
+    for part in bench.options.parts.split(","):
+        bench.attempt(part, 0, {"rate": one_gpu, "ddp": several}[part], bench)
+    bench.say("end")
+
+
+if __name__ == "__main__":
+    main()
