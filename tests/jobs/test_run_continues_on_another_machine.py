@@ -1,8 +1,9 @@
-"""The machine is lost in the middle of training: an empty disk and the bucket continue the run, and the rental is ended.
+"""A deadline, then a machine lost in the middle of training: an empty disk and the bucket continue the run, the rental ends.
 
 One real run against a real S3 server, with a real webhook and a real command at its end.
 """
 
+import datetime
 import json
 import shutil
 
@@ -32,16 +33,18 @@ def story(tmp_path_factory):
                 return {"files": {}}
             return json.loads(client.get_object(Bucket="heads", Key="kimi.run/state.json")["Body"].read())
 
-        process = start(folder / "first", *settings, environment=environment, arguments=("--resume-from", uri))
+        near = (datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=20)).isoformat()
+        ended = finish(start(folder / "first", *settings, f"rental.deadline={near}", "rental.reserve_minutes=0.05", environment=environment, arguments=("--resume-from", uri)))
+        process = start(folder / "first", *settings, "rental.deadline=2099-01-01T00:00:00Z", environment=environment, arguments=("--resume-from", uri))
         wait_for(lambda: any(name.startswith("checkpoints/step-") for name in saved()["files"]), process)
         kill(process)
         process.wait()
         answers = (folder / "first/states/train/responses.jsonl").read_bytes()
         checkpoint = next(name.split("/")[1] for name in saved()["files"] if name.startswith("checkpoints/step-"))
         shutil.rmtree(folder / "first")
-        assert hook.events() == [], "a killed process tells nobody"
+        assert hook.events() == ["interrupted"], "a killed process tells nobody"
         result = finish(start(folder / "second", *settings, environment=environment, arguments=("--resume-from", uri)))
-        yield folder, result, hook.messages, answers, checkpoint, saved()
+        yield folder, result, hook.messages, answers, checkpoint, saved(), ended
 
 
 def test_it_ends_done_without_the_verifier(story):
@@ -52,19 +55,24 @@ def test_it_ends_done_without_the_verifier(story):
 
 
 def test_training_goes_on_from_the_saved_checkpoint(story):
-    folder, result, _, answers, checkpoint, _ = story
+    folder, result, _, answers, checkpoint, _, _ = story
     assert (folder / "second/states/train/responses.jsonl").read_bytes() == answers
     assert result["stages"]["train"]["counts"]["resumed_from"] == int(checkpoint.partition("-")[2]) > 0
 
 
 def test_the_saved_run_is_marked_as_done(story):
-    *_, saved = story
+    *_, saved, _ = story
     assert saved["status"] == "done"
     assert not any(name.startswith(("published/", ".")) for name in saved["files"])
 
 
+def test_the_deadline_before_that_ended_the_first_start_in_time(story):
+    *_, ended = story
+    assert ended["status"] == "interrupted" and ended["exit_code"] == 75 and "deadline" in ended["error"]["message"]
+
+
 def test_the_webhook_and_the_command_know_how_it_ended(story):
     folder, _, messages, *_ = story
-    assert [message["event"] for message in messages] == ["done"]
-    assert messages[0]["published"] == "s3://heads/kimi" and "published to s3://heads/kimi" in messages[0]["text"]
-    assert (folder / "ended").read_text() == "done 0 s3://heads/kimi\n"
+    assert [message["event"] for message in messages] == ["interrupted", "done"]
+    assert messages[1]["published"] == "s3://heads/kimi" and "published to s3://heads/kimi" in messages[1]["text"]
+    assert (folder / "ended").read_text() == "interrupted 75\ndone 0 s3://heads/kimi\n"
