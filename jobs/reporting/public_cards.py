@@ -38,10 +38,14 @@ def differences(settings: Settings) -> list[str]:
     """What differs between the figures of this run and those of the cards, one sentence each."""
     generate, share = settings.generate, settings.prompts.thinking_share
     limited = [f"{each.name} {each.samples}" for each in settings.prompts.standard if each.samples]
+    modes = {
+        f"in thinking mode at temperature {generate.thinking.temperature:g}": share,
+        f"in instant mode at {generate.instant.temperature:g}": 1 - share,
+    }
+    told = " and ".join(f"{part:.0%} of the answers {mode}" for mode, part in modes.items() if part > 0)
     found = [
         "here by exact replay over stored answers, on the cards from an engine's counters; the two agree where the answers are the same",
-        f"here {share:.0%} of the answers in thinking mode at temperature {generate.thinking.temperature:g}, the others at {generate.instant.temperature:g}, at most "
-        f"{generate.max_new_tokens:,} tokens; the cards do not state theirs in full",
+        f"here {told}, at most {generate.max_new_tokens:,} tokens each; the cards do not state theirs in full",
         "the wording around a question need not be the cards'",
     ]
     return found + ([f"not every prompt of a set: {', '.join(limited)} at most"] if limited else [])

@@ -104,6 +104,8 @@ def _live(live: dict[str, Any] | None) -> str:
             gained = f"{live['speedup'][concurrency]:.2f}" if way == live["winner"] else "-"
             rows.append(f"| {concurrency} | {way} | {run['output_throughput']:.1f} | {run['median_itl_ms']:.2f} | {accepted} | {gained} |")
     said = f"`vllm serve` and `vllm bench serve`, {live['requests']} prompts, temperature {live['sampling']['temperature']:g}; acceptance from the engine's counters."
+    if "same_answers" in live:
+        said += f" Greedy answers equal to plain decoding's: {', '.join(f'{share:.0%}' for share in live['same_answers']['winner_and_plain'].values())}."
     return "\n".join(("", "### Through the real server", "", said, "", *rows, ""))
 
 

@@ -97,8 +97,12 @@ def run(context: Context) -> dict[str, Any]:
 
 def winner(context: Context) -> str:
     """The best way to speculate that was judged; the untrained head is none."""
-    heads = read_json(context.path / "baseline.json")["heads"] | read_json(context.path / "evaluation.json")["heads"]
+    heads = _judged(context)
     return max((name for name in heads if name != "untrained"), key=lambda name: heads[name]["acceptance_length"]["mean"])
+
+
+def _judged(context: Context) -> dict[str, Any]:
+    return read_json(context.path / "baseline.json")["heads"] | read_json(context.path / "evaluation.json")["heads"]
 
 
 def traffic_of(context: Context) -> Traffic:
@@ -153,8 +157,9 @@ def _speculative(context: Context, name: str, folder: Path) -> dict[str, Any]:
 
 def _kept(context: Context, name: str, traffic: Traffic) -> dict[str, Any]:
     """What an earlier start measured of the same thing, or the empty table."""
+    heads = _judged(context)
     what = {
-        "winner": name, "draft_tokens": context.settings.evaluate.draft_tokens, "sampling": traffic.sampling, "mode": traffic.mode,
+        "winner": name, "replay": heads[name]["acceptance_length"], "draft_tokens": context.settings.evaluate.draft_tokens, "sampling": traffic.sampling, "mode": traffic.mode,
         "requests": len(traffic.prompts), "prompts_sha256": digest(traffic.prompts),
     }  # fmt: skip
     path = context.path / "live.json"
@@ -195,7 +200,27 @@ def _measure(context: Context, way: str, config: dict[str, Any] | None, traffic:
 def _save(context: Context, kept: dict[str, Any]) -> None:
     plain, best = (kept["ways"][way]["runs"] for way in (NONE, kept["winner"]))
     kept["speedup"] = {c: best[c]["output_throughput"] / plain[c]["output_throughput"] for c in best if c in plain}
+    if kept["sampling"]["temperature"] == 0:
+        kept["same_answers"] = same_answers(context.path / "live", kept["winner"], list(plain), list(best))
     write_json_atomically(context.path / "live.json", kept)
+
+
+def same_answers(folder: Path, winner: str, plain: list[str], best: list[str]) -> dict[str, dict[str, float]]:
+    """Share of the prompts with the same greedy answer: the winner's and the plain one, and plain ones of two concurrencies.
+
+    Speculation is lossless up to rounding: on a GPU another batch gives other last bits, and now and then another
+    token. So the first figure is to be held against the second, and in fp32 on CPU both are 1.
+    """
+
+    def texts(way: str, concurrency: str) -> list[str]:
+        return read_json(folder / f"{way}-{concurrency}.json")["generated_texts"]
+
+    def share(one: list[str], other: list[str]) -> float:
+        return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
+
+    with_winner = {c: share(texts(NONE, c), texts(winner, c)) for c in best if c in plain}
+    among_plain = {c: share(texts(NONE, plain[0]), texts(NONE, c)) for c in plain[1:]}
+    return {"winner_and_plain": with_winner, "plain_and_plain": among_plain}
 
 
 def _is_nan(value: Any) -> bool:

@@ -90,4 +90,5 @@ def _short(judged: dict[str, Any]) -> dict[str, Any]:
 def _published_live(live: dict[str, Any]) -> dict[str, Any]:
     """The figures without commands and errors, which name this machine's paths."""
     ways = {way: {"runs": {c: {k: v for k, v in run.items() if k != "command"} for c, run in of["runs"].items()}} for way, of in live["ways"].items()}
-    return {key: live[key] for key in ("winner", "draft_tokens", "sampling", "mode", "requests", "speedup")} | {"ways": ways}
+    shown = ("winner", "replay", "draft_tokens", "sampling", "mode", "requests", "speedup", "same_answers")
+    return {key: live[key] for key in shown if key in live} | {"ways": ways}

@@ -48,7 +48,7 @@ def run(context: Context) -> dict[str, Any]:
     chat = Chat.load(context.verifier_path)
     sets = standard_sets(context, _Picker(context, chat, counts))
     pick = _Picker(context, chat, counts)
-    pick.forbidden = standard.Overlap(turn for row in sets for turn in _user_turns(row))
+    pick.forbidden = standard.Overlap(map(_user_turns, sets))
     # Rows marked eval first: of two copies the one that was meant for judging stays.
     rows = pick.distinct(sorted(read(context, settings), key=lambda row: row["split"] != "eval"))
     marked = [row for row in rows if row["split"] == "eval"]

@@ -8,7 +8,8 @@ columns below does as well.
 **Never in training, by content.** A training conversation overlaps with a standard prompt if a user's turn
 is the same text, or if both share 13 words in a row (the decontamination of GPT-3, arXiv 2005.14165,
 appendix C), so that a question inside another template is found too. A prompt shorter than 13 words
-overlaps where all of it stands in the turn.
+overlaps where all of it stands in the turn, one of fewer than 4 words only where it is the turn. Short
+follow-ups ("Rewrite it.") belong to no set and do not count.
 """
 
 import re
@@ -19,7 +20,7 @@ from typing import Any
 from jobs.settings import PromptSource, StandardPrompts
 
 PREFIX = "std."
-WORDS = 13
+WORDS, FEWEST = 13, 4
 # Columns that hold the question, the first that is there counts; a list holds the turns of one conversation.
 FIELDS = ("messages", "turns", "prompt", "question", "problem", "text")
 IDS = ("id", "question_id", "prompt_id", "task_id", "unique_id")
@@ -75,23 +76,28 @@ def set_of(sample_id: str) -> str | None:
 
 
 class Overlap:
-    """Finds the user's turns that share 13 words in a row, or a whole shorter prompt, with one of these texts."""
+    """Finds the user's turns that overlap with one of these conversations (the user's turns of each)."""
 
-    def __init__(self, texts: Iterable[str]):
+    def __init__(self, conversations: Iterable[list[str]]):
         self._runs: set[tuple[str, ...]] = set()
-        for text in texts:
-            words = _words(text)
-            self._runs.update(_runs(words, min(WORDS, len(words))) if words else ())
+        self._whole: set[tuple[str, ...]] = set()
+        for turns in conversations:
+            opening, *following = (tuple(_words(turn)) for turn in turns)
+            for words in (opening, *(words for words in following if len(words) >= WORDS)):
+                if len(words) >= FEWEST:
+                    self._runs.update(_cut(words, min(WORDS, len(words))))
+                elif words:
+                    self._whole.add(words)
         self._lengths = sorted({len(run) for run in self._runs})
 
     def __contains__(self, text: str) -> bool:
-        words = _words(text) if self._runs else []
-        return any(run in self._runs for length in self._lengths for run in _runs(words, length))
+        words = tuple(_words(text)) if self._runs or self._whole else ()
+        return words in self._whole or any(run in self._runs for length in self._lengths for run in _cut(words, length))
 
 
 def _words(text: str) -> list[str]:
     return WORD.findall(text.casefold())
 
 
-def _runs(words: list[str], length: int) -> Iterator[tuple[str, ...]]:
-    return (tuple(words[i : i + length]) for i in range(len(words) - length + 1))
+def _cut(words: tuple[str, ...], length: int) -> Iterator[tuple[str, ...]]:
+    return (words[i : i + length] for i in range(len(words) - length + 1))

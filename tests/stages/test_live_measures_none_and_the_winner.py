@@ -105,6 +105,7 @@ def test_a_server_that_dies_costs_its_own_measurement_only(measured):
     assert "3 of 4 live measurements were made: The live server died with signal SIGKILL" in str(error) and "\n" not in str(error)
     assert list(found["ways"]["none"]["runs"]) == ["1"] and "SIGKILL" in found["ways"]["none"]["error"]
     assert found["speedup"].keys() == {"1"}
+    assert found["same_answers"] == {"winner_and_plain": {"1": 1.0}, "plain_and_plain": {}}, "speculation in fp32 is lossless"
     assert "spec_decode_acceptance_length" not in found["ways"]["none"]["runs"]["1"]
 
 

@@ -47,6 +47,15 @@ def test_overlap_is_found_by_content_and_reported(tmp_path):
     assert not texts(trained) & texts(sets)
 
 
+def test_short_follow_ups_forbid_nothing_and_very_short_prompts_only_themselves():
+    words = lambda numbers: " ".join(f"w{i}" for i in numbers)  # noqa: E731
+    overlap = standard.Overlap([["Compose a travel post about the island of Hawaii", "Rewrite it."], ["Define entropy."], [words(range(30))]])
+    assert "please compose a travel post about the island of hawaii now" in overlap and "DEFINE  entropy" in overlap
+    assert "Rewrite it." not in overlap and "Please define entropy. And enthalpy." not in overlap
+    assert words(range(10, 23)) in overlap and words(range(10, 22)) not in overlap
+    assert "anything" not in standard.Overlap([])
+
+
 def test_the_own_eval_split_keeps_its_size_beside_a_standard_set(tmp_path):
     made, counts = overlapping(tmp_path)
     assert counts["eval"] == 6 == sum(row["split"] == "eval" and standard.set_of(row["id"]) is None for row in rows_of(made))
