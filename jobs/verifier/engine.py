@@ -106,7 +106,9 @@ class VerifierEngine:
     def discard(self, samples: Iterable[str]) -> None:
         """Forget the rows of samples that will not be committed, and stop those still being decoded."""
         samples = list(samples)
-        self._backlog = deque(request for request in self._backlog if request.id not in samples)
+        kept = [request for request in self._backlog if request.id not in samples]
+        self._backlog.clear()  # in place: `run` may be about to extend it
+        self._backlog.extend(kept)
         if running := [sample for sample in samples if self._running.pop(sample, None)]:
             self._llm.llm_engine.abort_request(running)
         if samples and self._open:
