@@ -122,7 +122,9 @@ def live_table(live: Mapping[str, Any]) -> dict[str, Any] | None:
         (kind.replace("_", " "), concurrency, Cell(number(value), "live.json", ("same_answers", kind, concurrency)))
         for kind, of in mapping(live.get("same_answers")).items() for concurrency, value in mapping(of).items() if number(value) is not None
     ]  # fmt: skip
-    return {"rows": rows, "same": same, "errors": errors, "winner": winner, "requests": number(live.get("requests")), "replay": Cell(number(mapping(live.get("replay")).get("mean")), "live.json", ("replay", "mean")), "sampling": mapping(live.get("sampling"))}
+    replay = Cell(number(mapping(live.get("replay")).get("mean")), "live.json", ("replay", "mean"))
+    told = {"requests": number(live.get("requests")), "sampling": mapping(live.get("sampling")), "replay": replay, "winner": winner}
+    return {"rows": rows, "same": same, "errors": errors, **told}
 
 
 LIVE_COLUMNS = ("output_throughput", "median_itl_ms", "p99_itl_ms", "median_tpot_ms", "median_ttft_ms", "spec_decode_acceptance_length")

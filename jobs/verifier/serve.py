@@ -30,7 +30,9 @@ from jobs.settings import VerifierSettings
 from jobs.verifier.engine import prepare_environment
 from jobs.verifier.facts import VerifierFacts
 
-VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+VLLM = ("-m", "vllm.entrypoints.cli.main")
+# A server in a session of its own would outlive a run that is killed, and hold every GPU: the kernel sends it SIGTERM then.
+WITH_THIS_PROCESS = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 POLL_SECONDS = 0.2
 # Between SIGTERM and SIGKILL: the server ends its workers and gives the GPUs back.
 END_SECONDS = 30
@@ -76,9 +78,10 @@ def served(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         # A session of its own: Ctrl-C is for this process, which ends the server in order.
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=_environment(model, settings), start_new_session=True)
+        process = start_with_this_process(command, stdout=output, stderr=subprocess.STDOUT, env=_environment(model, settings), start_new_session=True)
     with log.with_name(log.stem + "-load.log").open("wb") as output:
-        bench = subprocess.Popen([sys.executable, "-m", "jobs.verifier.bench"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, env=_environment(model, settings))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output}
+        bench = subprocess.Popen([sys.executable, "-m", "jobs.verifier.bench"], env=_environment(model, settings), **pipes)
     server = Server(process, f"http://127.0.0.1:{port}", shlex.join(("vllm", *command[len(VLLM) :])), log, bench)
     try:
         _wait_until_it_answers(server, start_seconds, should_stop)
@@ -89,6 +92,11 @@ def served(
         bench.stdin.close()
         bench.stdout.close()
         _end(process)
+
+
+def start_with_this_process(arguments: list[str], **options: Any) -> subprocess.Popen:
+    """Start Python with these arguments; it is told to end (SIGTERM) when this process ends, however that happens."""
+    return subprocess.Popen([sys.executable, "-c", WITH_THIS_PROCESS, *arguments], **options)
 
 
 def serve_arguments(model: Path, settings: VerifierSettings, speculative: dict[str, Any] | None, seed: int) -> list[str]:

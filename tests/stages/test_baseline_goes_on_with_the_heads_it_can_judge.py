@@ -60,7 +60,8 @@ def eval_split(context: Context, prompts: int, gap: str | None = None) -> None:
     generator, writer = torch.Generator().manual_seed(0), StateWriter(folder, layout)
     for answer in answers(prompts):
         rows = answer.tokens - 1 - (answer.id == gap)
-        writer.append(answer.id, 0, torch.randn(rows, 6, facts.hidden_size, generator=generator), torch.randn(rows, facts.hidden_size, generator=generator), torch.zeros(rows))
+        taps, final = (torch.randn(rows, *shape, facts.hidden_size, generator=generator) for shape in ((6,), ()))
+        writer.append(answer.id, 0, taps, final, torch.zeros(rows))
         if answer.id != gap:
             writer.finish(answer.id, answer.tokens)
     writer.sync()
@@ -169,5 +170,6 @@ def test_a_shard_without_final_states_is_one_sentence(heads, tmp_path):
     shard = context.states("eval") / "shard-00000.safetensors"
     save_file({name: tensor for name, tensor in load_file(shard).items() if name != "final"}, shard)
     with pytest.raises(MustFix, match="final") as error:
-        judging.judge_all(context, {key: c for of in baseline._readings(context, StateStore(context.states("eval"))).values() for key, c in of.items()}, StateStore(context.states("eval")))
+        store = StateStore(context.states("eval"))
+        judging.judge_all(context, {key: c for of in baseline._readings(context, store).values() for key, c in of.items()}, store)
     assert "\n" not in str(error.value)
