@@ -1,5 +1,6 @@
 """One file of a publication onto this disk: several streams, continued where an earlier call stopped, verified."""
 
+import hashlib
 import itertools
 import os
 import time
@@ -12,10 +13,11 @@ from pathlib import Path
 from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.settings import PushSettings
 from jobs.storage.destination import Destination, ShouldStop
-from jobs.storage.files import sha256_file, write_all
+from jobs.storage.files import write_all
 from jobs.storage.manifest import FileEntry
 
 DOWNLOAD_ATTEMPTS = 5  # in a row without a single new byte
+_BLOCK = 1 << 22
 LARGEST_PIECE = 16 << 20  # bytes; so many times the threads are held in memory
 
 
@@ -79,8 +81,7 @@ def download(streams: Streams, entry: FileEntry, staging: Path, report: Callable
         report(entry.bytes)
         return
     for _ in range(2):  # a second time from nothing: the part from an earlier call may have been damaged
-        _fetch_bytes(streams, entry, partial, report)
-        if sha256_file(partial) == entry.sha256:
+        if _fetch_bytes(streams, entry, partial, report) == entry.sha256:
             os.replace(partial, final)
             return
         partial.unlink()
@@ -89,15 +90,26 @@ def download(streams: Streams, entry: FileEntry, staging: Path, report: Callable
     )
 
 
-def _fetch_bytes(streams: Streams, entry: FileEntry, partial: Path, report: Callable[[int], None]) -> None:
-    """Append to `partial` until it has the file's bytes or the object ends: its sha256 is judged by the caller."""
+def _fetch_bytes(streams: Streams, entry: FileEntry, partial: Path, report: Callable[[int], None]) -> str:
+    """Append to `partial` until it has the file's bytes or the object ends; returns the sha256 of all of it.
+
+    What an earlier call left is read again for it, what comes now is hashed on its way: while one thread hashes
+    and writes, the others wait for the network.
+    """
+    digest = hashlib.sha256()
+    if partial.exists():
+        with open(partial, "rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
         have = os.fstat(descriptor).st_size
         for piece in streams.read(entry, have):
             write_all(descriptor, piece)
+            digest.update(piece)
             have += len(piece)
             report(min(have, entry.bytes))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    return digest.hexdigest()

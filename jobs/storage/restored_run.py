@@ -100,6 +100,8 @@ def _bring(place: Destination, state: dict[str, Any], staging: Path, settings: P
             for number, block in enumerate(file["blocks"]):
                 tasks.append(pool.submit(bring_block, name, block, number * file["block_bytes"]))
         try:
+            if progress:
+                progress(done, total)
             for task in as_completed(tasks):
                 done += task.result()
                 if progress:

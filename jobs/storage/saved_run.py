@@ -42,7 +42,7 @@ VERSION = 1
 STATE, OWNER, BLOCKS = "state.json", "owner.json", "blocks"
 RECORD = ".saved.json"  # in the run directory: what was saved last, so that unchanged files are not read again
 LEFT_OUT = ("published", "superseded")  # the head has a push of its own; what was set aside stays where it is
-SETTLED_NS = 2_000_000_000  # a file written so lately may change again within the clock's tick
+SETTLED_NS = 2_000_000_000  # far more than the tick of a file system's clock
 MOST_THREADS = 8  # each holds one block in memory
 STEP = re.compile(r"step-\d+")
 BEGUN_MEANS_PAID = ("generate.eval", "generate.train", "train")
@@ -127,7 +127,6 @@ class RunSaver:
         self._claimed = False
         self._there: set[str] = set()  # blocks known to be at the place
         self._files: dict[str, dict[str, Any]] = {}  # as in state.json
-        self._settled: set[str] = set()
         self._sent = 0
         self._lock = threading.Lock()
 
@@ -150,7 +149,6 @@ class RunSaver:
         }  # fmt: skip
         self.place.write_small(STATE, json.dumps(state).encode())
         self._files = files
-        self._settled = {name for name, file in files.items() if time.time_ns() - file["mtime_ns"] > SETTLED_NS}
         write_json_atomically(self.folder / RECORD, state | {"uri": self.uri})
         named = {block for file in files.values() for block in file["blocks"]}
         for block in self._there - named:  # of checkpoints and shards as they were
@@ -171,7 +169,6 @@ class RunSaver:
         self._claimed = True
         if record.get("uri") == self.uri:
             self._files = record["files"]
-            self._settled = {name for name, file in self._files.items() if time.time_ns() - file["mtime_ns"] > SETTLED_NS}
         state = _read(self.place, STATE) or {"files": {}}
         wanted = {block for file in state["files"].values() for block in file["blocks"]}
         self._there = set()
@@ -223,29 +220,29 @@ class RunSaver:
     def _send(self, paths: list[Path], should_stop: Callable[[], bool]) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         with ThreadPoolExecutor(min(self.settings.threads, MOST_THREADS), thread_name_prefix="save") as pool:
-            sending: dict[str, tuple[int, list[Future]]] = {}
+            sending: dict[str, tuple[dict[str, Any], list[Future]]] = {}
             for path in paths:
-                name, stat = str(path.relative_to(self.folder)), path.stat()
+                name, now, stat = str(path.relative_to(self.folder)), time.time_ns(), path.stat()
                 known = self._files.get(name)
-                if known and name in self._settled and (known["bytes"], known["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns):
+                if known and known["settled"] and (known["bytes"], known["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns):
                     found[name] = known
                     continue
                 starts = range(0, stat.st_size, self.block_bytes)
                 sizes = [min(self.block_bytes, stat.st_size - start) for start in starts]
                 futures = [pool.submit(self._send_block, path, start, size, should_stop) for start, size in zip(starts, sizes, strict=True)]
-                sending[name] = (stat.st_mtime_ns, futures)
+                # Written within the clock's tick of being read, it may be changed once more without a new time.
+                settled = now - stat.st_mtime_ns > SETTLED_NS
+                sending[name] = ({"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "settled": settled, "block_bytes": self.block_bytes}, futures)
             try:
-                for name, (mtime, futures) in sending.items():
-                    blocks = [future.result() for future in futures]
-                    size = sum(size for _, size in blocks)
-                    found[name] = {"bytes": size, "mtime_ns": mtime, "block_bytes": self.block_bytes, "blocks": [block for block, _ in blocks]}
+                for name, (file, futures) in sending.items():
+                    found[name] = file | {"blocks": [future.result() for future in futures]}
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return found
 
-    def _send_block(self, path: Path, start: int, size: int, should_stop: Callable[[], bool]) -> tuple[str, int]:
-        """(sha256, bytes) of a block that is at the place now."""
+    def _send_block(self, path: Path, start: int, size: int, should_stop: Callable[[], bool]) -> str:
+        """The sha256 of a block that is at the place now."""
         if should_stop():
             raise Interrupted("The save was stopped", where=self.uri, remedy="the state saved before still stands")
         with open(path, "rb") as file:
@@ -255,7 +252,7 @@ class RunSaver:
         block = hashlib.sha256(data).hexdigest()
         with self._lock:
             if block in self._there:
-                return block, len(data)
+                return block
         found = self.place.found(object_of(block))
         if found is None or found[0] != len(data):
             self.place.write_small(object_of(block), data)
@@ -263,7 +260,7 @@ class RunSaver:
                 self._sent += len(data)
         with self._lock:
             self._there.add(block)
-        return block, len(data)
+        return block
 
 
 def object_of(block: str) -> str:
