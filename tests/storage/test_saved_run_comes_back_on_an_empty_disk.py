@@ -16,6 +16,8 @@ from jobs.storage.saved_run import NotOurs, RunSaver, place_beside
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
 
 WIDTH = 64
+# The first test runs on every kind of place; what follows depends little on it.
+on_a_bucket_and_a_folder = pytest.mark.parametrize("place", ["rclone", "file"], indirect=True)
 
 
 def make_run(folder, *, run_id="one", stage="train"):
@@ -72,6 +74,7 @@ def test_a_run_comes_back_with_its_newest_checkpoint_and_times(place, tmp_path):
         assert (tmp_path / "back" / name).stat().st_mtime_ns == (run / name).stat().st_mtime_ns, "the ledger names large files by their times"
 
 
+@on_a_bucket_and_a_folder
 def test_only_what_changed_is_sent_and_what_is_old_is_removed(place, tmp_path):
     run = make_run(tmp_path / "run")
     age(run)
@@ -91,6 +94,7 @@ def test_only_what_changed_is_sent_and_what_is_old_is_removed(place, tmp_path):
     assert saver(run, place).save().bytes_sent == 0
 
 
+@on_a_bucket_and_a_folder
 def test_a_killed_save_goes_on_and_the_state_before_stands(place, tmp_path):
     run = make_run(tmp_path / "run")
     age(run)
@@ -117,6 +121,7 @@ def test_a_killed_save_goes_on_and_the_state_before_stands(place, tmp_path):
     assert (tmp_path / "back/checkpoints/step-000300/weights.safetensors").read_bytes() == (run / "checkpoints/step-000300/weights.safetensors").read_bytes()
 
 
+@on_a_bucket_and_a_folder
 def test_a_stopped_save_says_so(place, tmp_path):
     run = make_run(tmp_path / "run")
     with pytest.raises(Interrupted):
@@ -124,6 +129,7 @@ def test_a_stopped_save_says_so(place, tmp_path):
     assert restore(place[0], tmp_path / "back", place[1]) is None
 
 
+@on_a_bucket_and_a_folder
 def test_an_interrupted_restore_goes_on_and_leaves_no_run(place, tmp_path):
     run, told = make_run(tmp_path / "run"), []
     saver(run, place).save()
@@ -136,6 +142,7 @@ def test_an_interrupted_restore_goes_on_and_leaves_no_run(place, tmp_path):
         restore(place[0], tmp_path / "back", place[1])
 
 
+@on_a_bucket_and_a_folder
 def test_a_damaged_block_is_refused(place, tmp_path):
     one = saver(make_run(tmp_path / "run"), place)
     one.save()
@@ -146,6 +153,7 @@ def test_a_damaged_block_is_refused(place, tmp_path):
     assert not (tmp_path / "back" / "run.json").exists()
 
 
+@on_a_bucket_and_a_folder
 def test_two_machines_never_continue_one_run(place, tmp_path):
     run = make_run(tmp_path / "run")
     here = saver(run, place)
@@ -160,6 +168,7 @@ def test_two_machines_never_continue_one_run(place, tmp_path):
     there.save()
 
 
+@on_a_bucket_and_a_folder
 def test_another_runs_paid_work_is_not_overwritten(place, tmp_path):
     saver(make_run(tmp_path / "run"), place).save()
     other = make_run(tmp_path / "other", run_id="two")
@@ -176,6 +185,7 @@ def test_the_place_beside_a_head():
     assert place_beside("file:///mnt/heads/one/") == "file:///mnt/heads/one.run"
 
 
+@on_a_bucket_and_a_folder
 def test_states_saved_while_they_are_written_are_a_whole_store(tmp_path, place):
     """Saved again and again under a writer; what comes back passes the store's own verification, every time."""
     run = make_run(tmp_path / "run")
