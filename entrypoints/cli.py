@@ -184,13 +184,14 @@ def report(run: Path, as_json: bool, debug: bool) -> dict[str, Any]:
 @cli.command()
 @run_argument
 @set_option
+@click.option("--whole", metavar="URI", help="Save the run itself there, hidden states included, to go on with on another machine (--resume-from).")
 @json_option
 @debug_option
-def push(run: Path, overrides: tuple[str, ...], as_json: bool, debug: bool) -> dict[str, Any]:
-    """Publish a run's packaged head (again)."""
+def push(run: Path, overrides: tuple[str, ...], whole: str | None, as_json: bool, debug: bool) -> dict[str, Any]:
+    """Publish a run's packaged head (again), or save the whole run."""
     from entrypoints import launch
 
-    return launch.stage("push", run, overrides)
+    return launch.save(run, whole, overrides) if whole else launch.stage("push", run, overrides)
 
 
 @cli.command()

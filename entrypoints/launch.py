@@ -78,6 +78,25 @@ def pull(uri: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return {"files": manifest["files"], "folder": str(folder), "text": f"{len(manifest['files'])} files verified in {folder}"}
 
 
+def save(path: Path, uri: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The run itself to a bucket or folder, hidden states and newest checkpoint included; nobody may work in it meanwhile."""
+    from jobs.run import StopSignal
+    from jobs.storage.saved_run import RunSaver
+
+    run = RunDirectory(path)
+    should_stop = StopSignal()
+    should_stop.install()
+    try:
+        if "run_id" not in run.ledger:
+            raise MustFix("There is no run here that could be saved", where=str(path), remedy="name a run directory of this version")
+        settings = load("smoke", overrides=overrides, base=run.ledger["settings"])
+        done = RunSaver(run.path, uri, settings.push, run_id=run.ledger["run_id"]).save(should_stop)
+    finally:
+        should_stop.restore()
+        run.close()
+    return dataclasses.asdict(done) | {"text": f"{done.files} files, {done.bytes / 1e9:.2f} GB saved to {uri}, {done.bytes_sent / 1e9:.2f} GB of them sent now; continue elsewhere with --resume-from {uri}"}
+
+
 def verify_states(path: Path) -> dict[str, Any]:
     """Every checksum, row and log-probability of a run's stores; MustFix names what is wrong."""
     import torch

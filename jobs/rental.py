@@ -147,8 +147,10 @@ def ended(settings: Settings, path: Path, result: Mapping[str, Any], error: JobE
     rental, at_once = settings.rental, error is None or getattr(error, "ends_rental", False)
     if not rental.on_finish or (isinstance(error, Interrupted) and not at_once):
         return
-    if not at_once and not _held(rental, path):
-        return
+    if not at_once:
+        _say(error.sentence())  # the command line's own last word comes after the hold
+        if not _held(rental, path):
+            return
     _say(f"on_finish: {rental.on_finish}")
     environment = os.environ | {
         "EAGLE3_STATUS": str(result["status"]), "EAGLE3_EXIT_CODE": str(result["exit_code"]),

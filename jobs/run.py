@@ -81,10 +81,11 @@ class RunDirectory:
         self._earlier_settings = self.ledger.get("settings")
         if not self.ledger:
             self.ledger = {
-                "version": LEDGER_VERSION, "run_id": uuid.uuid4().hex, "job": settings.job.name, "status": "running", "created": now(),
+                "version": LEDGER_VERSION, "job": settings.job.name, "status": "running", "created": now(),
                 "stages": {},
                 "gate": None, "acceptance": {}, "verifier_loads": 0, "published": None,
             }  # fmt: skip
+        self.ledger.setdefault("run_id", uuid.uuid4().hex)  # a run begun before there was one
         earlier = self.ledger["stages"]
         self.ledger["stages"] = {name: earlier.get(name, {"state": "pending"}) for name in STAGES if name in earlier or is_asked_for(name, settings)}
         self.ledger |= {

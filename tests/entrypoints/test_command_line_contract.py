@@ -145,6 +145,8 @@ def test_a_saved_run_is_pulled_and_its_head_is_not_there_yet(saved, tmp_path):
     done = run("pull", saved, str(tmp_path / "back"), "--json")
     assert done.returncode == 0, done.stderr
     assert set(answer(done)["files"]) >= {"run.json", "prompts.jsonl"} and (tmp_path / "back" / "prompts.jsonl").read_text() == "{}\n"
+    whole = answer(run("push", str(tmp_path / "back"), "--whole", f"file://{tmp_path}/elsewhere", "--json"))
+    assert whole["exit_code"] == 0 and whole["files"] >= 2 and (tmp_path / "elsewhere" / "state.json").exists()
     told = answer(run("status", str(tmp_path / "back"), "--json"))
     assert told["status"] == "running" and told["forecast"]["seconds_left"]["high"] > 0
 
