@@ -149,8 +149,12 @@ class CheckpointWriter:
 
     def save(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
         """Takes host copies nobody changes any more and returns; waits for the one before."""
+        self.submit(write, self.folder, tensors, state, self.keep)
+
+    def submit(self, write: Callable, *arguments: Any) -> None:
+        """Anything else that is written behind the loop's back, in its turn."""
         self.wait()
-        self._running = self._pool.submit(write, self.folder, tensors, state, self.keep)
+        self._running = self._pool.submit(write, *arguments)
 
     def wait(self) -> Path | None:
         """Until the last one is on disk; raises what its write raised."""

@@ -4,6 +4,7 @@ Figures are means over the optimizer steps since the last line, weighted by loss
 on the device until a line is due, so that logging does not make the GPU wait.
 """
 
+import resource
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,17 +24,17 @@ class Window:
         self.sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=device)
         self.began = time.perf_counter()
         self.used = self.rows = self.steps = self.bytes = 0
-        self.waited = 0.0
+        self.waited = self.flop = 0.0
 
-    def add(self, sums: Tensor, used: int, rows: int, waited: float, read: int) -> None:
-        """One optimizer step: `Unrolled` as `[4, k]`, rows without and with padding of ALL ranks, and
-        the seconds THIS rank waited for data and the bytes it read."""
+    def add(self, sums: Tensor, used: int, rows: int, flop: float, waited: float, read: int) -> None:
+        """One optimizer step: `Unrolled` as `[4, k]`, rows without and with padding and arithmetic of
+        ALL ranks, and the seconds THIS rank waited for data and the bytes it read."""
         self.sums[:, : sums.shape[1]] += sums
         self.used, self.rows, self.steps = self.used + used, self.rows + rows, self.steps + 1
-        self.waited, self.bytes = self.waited + waited, self.bytes + read
+        self.flop, self.waited, self.bytes = self.flop + flop, self.waited + waited, self.bytes + read
 
-    def line(self) -> dict[str, Any]:
-        """The figures so far; NaN never appears (a share of nothing is None)."""
+    def line(self, world: int, flops: float | None) -> dict[str, Any]:
+        """The figures so far; NaN never appears (a share of nothing is None). flops: what one device can do a second."""
         seconds = max(time.perf_counter() - self.began, 1e-9)
         sums = Unrolled(*self.sums.cpu())
         asked = sums.count > 0
@@ -48,9 +49,19 @@ class Window:
             "loss_positions": int(sums.count.sum()),
             "tokens_per_second": self.used / seconds,
             "steps_per_second": self.steps / seconds,
+            "mfu": self.flop / seconds / world / flops if flops else None,
+            "memory_gib": _memory(self.sums.device) / 2**30,
             "data_wait": self.waited / seconds,
+            "read_bytes_per_second": self.bytes / seconds,
             "padding": 1 - self.used / self.rows if self.rows else None,
         }
+
+
+def _memory(device: torch.device) -> int:
+    """Most bytes that were in use at once: of the device, or of this process where it is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _listed(values: Tensor, asked: Tensor) -> list[float | None]:

@@ -112,3 +112,23 @@ def joined(wanted: Literal["auto", "cpu", "cuda"], accumulate: int) -> Iterator[
     finally:
         if ours:
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def threads(ranks: Ranks, before_the_kill: int | None) -> Iterator[None]:
+    """The threads of a training on CPU: as many as before the kill, else all cores of this process, but
+    one where OpenMP waits actively (its default).
+
+    A thread that spins for another one, which some other process has pushed off its core, makes the
+    step of a small head 20 to 60 times slower; with OMP_WAIT_POLICY=PASSIVE it sleeps. OpenMP reads
+    the policy when torch is imported, so it can only be looked at here.
+    """
+    before = torch.get_num_threads()
+    if ranks.device.type == "cpu":
+        passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
+        here = max(1, len(os.sched_getaffinity(0)) // ranks.world) if passive else 1
+        torch.set_num_threads(before_the_kill or here)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

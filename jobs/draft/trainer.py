@@ -5,8 +5,8 @@ Decisions:
   go round-robin to the ranks, losses are SUMMED in the backward pass, and gradients divided by the
   global number of loss positions afterwards, together with the clipping, in one pass.
 * Weights, gradients, moments and norms are fp32; matmuls are bf16 on CUDA (autocast), fp32 on CPU.
-* Nothing waits for the GPU: clipping and the decision to skip a step that is not finite happen on the
-  device (AdamW's `grad_scale` and `found_inf`), and the host hears of a step while the next one runs.
+* Nothing waits for the GPU: clipping and the decision to leave a step out happen on the device
+  (`jobs.draft.update`), and the host hears of a step while the next one runs.
 * The learning rate is a function of the step, and training draws no random numbers outside the plan,
   so a checkpoint is weights, moments, step and counters. On CPU the number of threads is saved too:
   it decides the order of sums, and "bit-identical after a kill" includes a kill that moves the run.
@@ -17,30 +17,34 @@ Decisions:
 import hashlib
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from jobs.draft import checkpoint
+from jobs.draft import best, checkpoint
+from jobs.draft.arithmetic import flop_of_a_token, matmul_rate
 from jobs.draft.attention import Documents
 from jobs.draft.coverage import Coverage
 from jobs.draft.data import PackedRow, ReadAhead, check_fit, cut_store
+from jobs.draft.evidence import Found
 from jobs.draft.loss import TargetHead, Unroll
 from jobs.draft.model import Eagle3Head, VerifierWeights
 from jobs.draft.packing import Plan
 from jobs.draft.progress import Reporter, Window
-from jobs.draft.ranks import HostCopy, Ranks, joined
+from jobs.draft.ranks import HostCopy, Ranks, joined, threads
+from jobs.draft.update import REASONS, SPIKE, Update
 from jobs.errors import Interrupted, MustFix
 from jobs.settings import TrainSettings
-from jobs.storage.files import write_json_atomically
 from jobs.storage.states import StateStore
+
+
+DATA_WAIT = 0.02  # share of the time over which waiting for data is worth a word
 
 
 @dataclass
@@ -59,6 +63,9 @@ class TrainResult:
     dropped_rows: int
     padding: float
     checkpoint: str
+    best_step: int | None  # whose weights the head ends with; None: there was no evaluation
+    best_acceptance: float | None
+    stopped_early: bool
 
     def counts(self) -> dict[str, Any]:
         """For the ledger."""
@@ -71,7 +78,7 @@ class StepFacts:
 
     step: int
     samples: tuple[str, ...]  # of this rank
-    outcome: HostCopy  # fp64: loss sum, loss positions, gradient norm, skipped (0 or 1), ranks that were asked to stop
+    outcome: HostCopy  # fp64: loss sum, loss positions, gradient norm, reason to leave it out, usual loss, ranks asked to stop, plateau
 
 
 def learning_rate(step: int, steps: int, settings: TrainSettings, warm: bool) -> float:
@@ -123,36 +130,17 @@ def train(
             checkpoint.clean(folder, reporter.note)
         ranks.barrier()
         saved = checkpoint.newest(folder, reporter.note)
-        with _threads(ranks, saved):
+        with threads(ranks, saved.state["threads"] if saved else None):
             run = _Run(settings, seed, head, verifier, store, plan, folder, warm, ranks, reporter)
             try:
                 if saved:
                     run.restore(saved)
                 run.loop(evaluate, should_stop)
+                run.take_best()
             finally:
                 run.writer.close()
                 reporter.close()
         return run.result(saved)
-
-
-@contextmanager
-def _threads(ranks: Ranks, saved: checkpoint.Checkpoint | None) -> Iterator[None]:
-    """The threads of a training on CPU: as many as before the kill, else all cores of this process, but
-    one where OpenMP waits actively (its default).
-
-    A thread that spins for another one, which some other process has pushed off its core, makes the
-    step of a small head 20 to 60 times slower; with OMP_WAIT_POLICY=PASSIVE it sleeps. OpenMP reads
-    the policy when torch is imported, so it can only be looked at here.
-    """
-    before = torch.get_num_threads()
-    if ranks.device.type == "cpu":
-        passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
-        here = max(1, len(os.sched_getaffinity(0)) // ranks.world) if passive else 1
-        torch.set_num_threads(saved.state["threads"] if saved else here)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Run:
@@ -182,16 +170,16 @@ class _Run:
         self.coverage = None
         if settings.loss == "forward_kl" and targets.others is not None:
             self.coverage = Coverage(store.lengths(sorted({p.sample_id for p in plan.cut.pieces})), head.t2d.cpu())
-        matrices = [p for p in self.trained.values() if p.ndim > 1]
-        vectors = [p for p in self.trained.values() if p.ndim <= 1]
-        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True)
+        self.update = Update(self.trained, settings, ranks.device)
         self.writer = checkpoint.CheckpointWriter(folder, settings.keep_checkpoints)
         self.step = self.tokens = self.bad_steps = 0
         self.last_loss: float | None = None
         self.pending: StepFacts | None = None
-        self.stopping = False
+        self.stopping = self.finished = self.plateau = False
+        self.best = best.Best()
         self.grad_norm = math.nan  # of the last step the host has heard of
+        self.flops: float | None = None  # of this device, measured when the loop begins
+        self.disk_named = False
         self.began = time.perf_counter()
 
     # ------------------------------------------------------------------ the loop
@@ -199,9 +187,10 @@ class _Run:
     def loop(self, evaluate: Callable[[Eagle3Head], dict] | None, should_stop: Callable[[], bool]) -> None:
         settings, plan, ranks = self.settings, self.plan, self.ranks
         share = plan.share(self.step, ranks.rank, ranks.world)
+        self.flops = matmul_rate(ranks.device)
         window = self._window()
         with ReadAhead(self.store, share, plan.rows, self.head.config.taps, ranks.device, self.coverage, self.compiled) as ahead:
-            while self.step < plan.steps:
+            while self.step < plan.steps and not self.finished:
                 asked = should_stop()
                 # Of several ranks all must stop at one step: they hear of each other with a step's outcome.
                 if self.stopping or (asked and ranks.world == 1):
@@ -221,6 +210,8 @@ class _Run:
                 if evaluate and (last or (settings.evaluate_every and self.step % settings.evaluate_every == 0)):
                     self._evaluate(evaluate)
                     window = self._window()
+                if self.finished and not last:
+                    self.save()
         self.writer.wait()
 
     def optimizer_step(self, ahead: ReadAhead, window: Window, asked_to_stop: bool = False) -> StepFacts:
@@ -231,9 +222,9 @@ class _Run:
         decay = _decay(settings.ttt_decay, ttt_steps, self.ranks.device)  # [K]
         micro_rows = -(-settings.accumulate // self.ranks.world)
         waited, read = ahead.waited, ahead.bytes
-        sums = torch.zeros(4 * ttt_steps + 1, dtype=torch.float64, device=self.ranks.device)
-        if asked_to_stop:
-            sums[-1] = 1
+        shared = torch.zeros(4 * ttt_steps + 2, dtype=torch.float64, device=self.ranks.device)
+        sums = shared[:-2].view(4, ttt_steps)
+        shared[-2], shared[-1] = float(asked_to_stop), float(self.plateau)
         samples: list[str] = []
         for number in range(micro_rows):
             row, documents = ahead.next()
@@ -241,14 +232,17 @@ class _Run:
             # Gradients are exchanged once a step, behind the last row's backward pass.
             together = number + 1 == micro_rows or self.ranks.world == 1
             with nullcontext() if together else self.unroll.no_sync():
-                sums[:-1] += self._backward(row, documents, ttt_steps, decay).flatten()
-        sums = self.ranks.sum(sums)
-        outcome = self._update(sums[:-1].view(4, ttt_steps), decay, sums[-1])
+                sums += self._backward(row, documents, ttt_steps, decay)
+        self.ranks.sum(shared)
+        loss, count = (decay.double() * sums[0]).sum(), (decay.double() * sums[1]).sum()
+        rate = learning_rate(self.step, self.plan.steps, settings, self.warm)
+        norm, reason = self.update.step(loss, count, rate, keep_buffers=self.ranks.world > 1)
         used = sum(piece.rows for packed in self.plan.step_rows(self.step) for piece in packed)
         self.tokens += used
         rows = self.plan.rows * len(self.plan.step_rows(self.step))
-        kept = sums[:-1].view(4, ttt_steps).where(outcome[3] == 0, 0.0)
-        window.add(kept, used, rows, ahead.waited - waited, ahead.bytes - read)
+        flop = used * flop_of_a_token(self.head.config, ttt_steps)
+        window.add(sums.where(reason == 0, 0.0), used, rows, flop, ahead.waited - waited, ahead.bytes - read)
+        outcome = torch.stack((loss, count, norm, reason, self.update.usual, shared[-2], shared[-1]))
         return StepFacts(self.step, tuple(samples), HostCopy(outcome))
 
     def _backward(self, row: PackedRow, documents: Documents, ttt_steps: int, decay: Tensor) -> Tensor:
@@ -264,60 +258,32 @@ class _Run:
         ((unrolled.loss * decay).sum() * self.ranks.world).backward()
         return torch.stack([column.detach() for column in unrolled]).double()
 
-    def _update(self, sums: Tensor, decay: Tensor, stopping: Tensor) -> Tensor:
-        """Divides by the loss positions, clips, steps; returns the outcome of `StepFacts`, on the device.
-
-        A loss or norm that is not finite leaves the weights as they are, and so does a step without a
-        loss position. Every rank decides alike: sums and gradients are already those of all ranks.
-        """
-        gradients = [p.grad for p in self.trained.values()]
-        loss, count = (decay.double() * sums[0]).sum(), (decay.double() * sums[1]).sum()
-        norm = nn.utils.get_total_norm(gradients).double() / count.clamp(min=1e-9)
-        finite = norm.isfinite() & loss.isfinite()
-        scale = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0) / count
-        # AdamW's own way to scale gradients and to skip a step, made for mixed precision.
-        self.optimizer.grad_scale = scale.reciprocal().where(finite & (count > 0), 1.0).float()
-        self.optimizer.found_inf = (~finite | (count == 0)).float()
-        rate = learning_rate(self.step, self.plan.steps, self.settings, self.warm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=self.ranks.world == 1)
-        norm = norm.where(count > 0, 0.0)
-        return torch.stack((loss, count, norm, (~finite).double(), stopping))
-
     def _settle(self) -> None:
         """Takes note of the outcome of the step before, which the device has by now."""
         facts, self.pending = self.pending, None
         if facts is None:
             return
-        loss, count, norm, skipped, stopping = facts.outcome.get().tolist()
+        loss, count, norm, reason, usual, stopping, plateau = facts.outcome.get().tolist()
         self.grad_norm = norm
-        self.stopping = self.stopping or stopping > 0
-        if skipped:
-            self._bad_step(facts, loss / count if count else loss, norm)
+        self.stopping, self.finished = self.stopping or stopping > 0, self.finished or plateau > 0
+        if reason:
+            self._bad_step(facts, loss / count if count else loss, norm, int(reason), usual)
 
     # ------------------------------------------------------------------ what is written down
 
-    def _bad_step(self, facts: StepFacts, loss: float, norm: float) -> None:
-        """Counts a skipped step and keeps the evidence; too many are MustFix."""
+    def _bad_step(self, facts: StepFacts, loss: float, norm: float, reason: int, usual: float) -> None:
+        """Counts a step that was left out and keeps the evidence; too many are MustFix."""
         self.bad_steps += 1
-        evidence = self.folder / f"bad-{checkpoint.name_of(facts.step)}.json"
+        found = Found(facts.step, REASONS[reason], loss, usual, norm, learning_rate(facts.step, self.plan.steps, self.settings, self.warm))
+        place = self.folder / found.name
         if self.ranks.first:
-            taps = self.head.config.taps
-            finite = {s: bool(all(x.isfinite().all() for x in _states(self.store, s, taps))) for s in dict.fromkeys(facts.samples)}
-            weights = [name for name, p in self.trained.items() if not bool(p.isfinite().all())]
-            rate = learning_rate(facts.step, self.plan.steps, self.settings, self.warm)
-            content = {
-                "step": facts.step, "loss": repr(loss), "grad_norm": repr(norm), "learning_rate": rate,
-                "states_finite_by_sample": finite, "weights_not_finite": weights, "bad_steps": self.bad_steps,
-            }  # fmt: skip
-            write_json_atomically(evidence, content)
-            self.reporter.note(f"step {facts.step} is skipped: loss {loss}, gradient norm {norm}; evidence in {evidence.name}")
+            found.keep(place, self.bad_steps, self.store, self.head.config.taps, facts.samples, self.trained)
+            usually = f" where {usual:.3g} is usual" if reason == SPIKE else ""
+            self.reporter.note(f"step {facts.step} is skipped: loss {loss}{usually}, gradient norm {norm}; evidence in {place.name}")
         if self.bad_steps > self.settings.bad_step_limit:
             raise MustFix(
-                f"{self.bad_steps} optimizer steps had a loss or gradient that is not finite",
-                where=str(evidence),
+                f"{self.bad_steps} optimizer steps had {REASONS[reason]}",
+                where=str(place),
                 remedy="see whether states or weights are bad there; else lower train.learning_rate",
             )
 
@@ -326,8 +292,9 @@ class _Run:
 
     def _log(self, window: Window) -> None:
         self._settle()
-        figures = window.line()
+        figures = window.line(self.ranks.world, self.flops)
         self.last_loss = figures["loss"]
+        self._name_the_disk(figures)
         rate, cursor = figures.pop("steps_per_second"), self.plan.cursor(self.step)
         self.reporter.line({
             "step": self.step, "steps": self.plan.steps, "epoch": cursor.epoch, **figures,
@@ -337,14 +304,49 @@ class _Run:
             "trained_tokens": self.tokens, "bad_steps": self.bad_steps,
         })  # fmt: skip
 
+    def _name_the_disk(self, figures: dict[str, Any]) -> None:
+        """Says once that the disk cannot deliver what the step would take, with both rates."""
+        wait, read = figures["data_wait"], figures["read_bytes_per_second"]
+        if wait > DATA_WAIT and not self.disk_named and self.step > 2 * self.settings.log_every:
+            self.disk_named = True
+            self.reporter.note(
+                f"training waits for data {wait:.0%} of the time: the disk delivers {read / 1e9:.2f} GB/s to this rank, the step would take "
+                f"{read / 1e9 / (1 - wait):.2f} GB/s; more RAM, a faster disk or states.dtype float8_e4m3fn would help"
+            )
+
     def _evaluate(self, evaluate: Callable[[Eagle3Head], dict]) -> None:
-        """The first rank judges, the others wait at the next exchange."""
+        """The first rank judges, the others wait at the next exchange, and hear of a plateau there."""
         self._settle()
-        if self.ranks.first:
-            with torch.no_grad():
-                figures = evaluate(self.head.eval())
-            self.head.train()
-            self.reporter.line({"step": self.step, "steps": self.plan.steps, "evaluation": figures})
+        if not self.ranks.first:
+            return
+        with torch.no_grad():
+            figures = evaluate(self.head.eval())
+        self.head.train()
+        self.reporter.line({"step": self.step, "steps": self.plan.steps, "evaluation": figures})
+        settings, acceptance = self.settings, figures.get("acceptance")
+        if self.best.hear(acceptance, self.step, settings.patience_gain):
+            self.writer.submit(best.write, self.folder, _copied(self.trained), self.step, acceptance)
+        if settings.patience and self.best.worse_since >= settings.patience:
+            self.plateau = True
+            self.finished = self.ranks.world == 1
+            self.reporter.note(
+                f"acceptance has not grown by more than {settings.patience_gain} for {self.best.worse_since} evaluations: "
+                f"training ends after step {self.step} of {self.plan.steps}"
+            )
+
+    def take_best(self) -> None:
+        """Puts the weights of the best evaluation into the head, where they are not its own already."""
+        self.writer.wait()
+        if not (self.settings.keep_best and self.ranks.first and self.best.acceptance and self.best.step != self.step):
+            return
+        weights = best.read(self.folder, self.best.step)
+        if weights is None:
+            self.reporter.note(f"the best weights, of step {self.best.step}, are not there any more: the head keeps its last ones")
+            return
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(weights[name])
+        self.reporter.note(f"the head ends with the weights of step {self.best.step}, acceptance {self.best.acceptance:.3f}")
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -354,10 +356,6 @@ class _Run:
         if not self.ranks.first or self.step == 0:
             return
         weights = {**self.trained, "d2t": self.head.d2t, "t2d": self.head.t2d}
-        moments: dict[str, Tensor] = {}
-        for name, parameter in self.trained.items():
-            for part, value in self.optimizer.state.get(parameter, {}).items():
-                moments[f"{name}/{part}"] = value
         rng = {"cpu": torch.get_rng_state()}
         if self.cuda:
             rng["cuda"] = torch.cuda.get_rng_state()
@@ -365,9 +363,10 @@ class _Run:
         state = {
             "step": self.step, "cursor": asdict(cursor), "tokens": self.tokens, "bad_steps": self.bad_steps,
             "threads": torch.get_num_threads(), "identity": self.identity(),
+            "usual_loss": float(self.update.usual), "best": asdict(self.best), "finished": self.finished,
             "scheduler": {"learning_rate": learning_rate(self.step, self.plan.steps, self.settings, self.warm)},
         }  # fmt: skip
-        self.writer.save({"weights": _copied(weights), "optimizer": _copied(moments), "rng": _copied(rng)}, state)
+        self.writer.save({"weights": _copied(weights), "optimizer": _copied(self.update.moments()), "rng": _copied(rng)}, state)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Takes over a checkpoint; MustFix where it was made with settings that give another result."""
@@ -379,11 +378,8 @@ class _Run:
         self.head.d2t.copy_(weights.pop("d2t"))
         self.head.t2d.copy_(weights.pop("t2d"))
         assert not weights, f"a checkpoint with unknown tensors: {sorted(weights)}"
-        moments = saved.tensors("optimizer")
-        for name, parameter in self.trained.items():
-            parts = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
-            if parts:  # none when every step so far was skipped
-                self.optimizer.state[parameter] = {part: value.to(parameter.device) for part, value in parts.items()}
+        self.update.restore(saved.tensors("optimizer"), saved.state["usual_loss"])
+        self.best, self.finished = best.Best(**saved.state["best"]), saved.state["finished"]
         rng = saved.tensors("rng")
         torch.set_rng_state(rng["cpu"])
         if self.cuda and "cuda" in rng:
@@ -408,6 +404,8 @@ class _Run:
             resumed_from=saved.step if saved else None, loss=self.last_loss, pieces=len(cut.pieces),
             split_samples=cut.split_samples, dropped_pieces=cut.dropped_pieces, dropped_rows=cut.dropped_rows,
             padding=self.plan.padding_share, checkpoint=checkpoint.name_of(self.step),
+            best_step=self.best.step if self.best.acceptance else None, best_acceptance=self.best.acceptance,
+            stopped_early=self.finished and self.step < self.plan.steps,
         )  # fmt: skip
 
 
@@ -427,8 +425,3 @@ def _decay(decay: float, steps: int, device: torch.device) -> Tensor:
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Host copies that training does not write into."""
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-
-
-def _states(store: StateStore, sample_id: str, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    sample = store.read(sample_id, taps)
-    return sample.taps, sample.final

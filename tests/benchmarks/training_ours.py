@@ -29,16 +29,6 @@ def config_of(size: Mapping[str, int]) -> HeadConfig:
     return HeadConfig(**size, rms_norm_eps=1e-5, rope_theta=1e6, rope_scaling=None, taps=TAPS, norm_before_residual=False)
 
 
-def flop_of_a_token(c: HeadConfig) -> float:
-    """20.05 GFLOP for the real head: every product of the recipe, the embedding's half in every TTT step.
-
-    Ours does less (`jobs.draft.model.Attention`); rates are compared by tokens, and use of the card by this.
-    """
-    width = c.heads * c.head_dim
-    step = 3 * 2 * c.hidden_size * width + width * c.hidden_size + 3 * c.hidden_size * c.intermediate_size + c.draft_vocab_size * c.hidden_size
-    return 6.0 * (STEPS * step + 3 * c.hidden_size**2) + 2.0 * c.draft_vocab_size * c.hidden_size
-
-
 def documents_of(rows: int, length: int) -> tuple[int, ...]:
     """Documents of `length` rows that fill a packed row; the last one takes the rest."""
     whole, rest = divmod(rows, length)

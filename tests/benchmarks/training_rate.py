@@ -24,9 +24,10 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 import training_floor  # noqa: E402
-from training_ours import REAL, STEPS, TINY, Ours, config_of, documents_of, flop_of_a_token  # noqa: E402
+from training_ours import REAL, STEPS, TINY, Ours, config_of, documents_of  # noqa: E402
 from training_speculators import Speculators  # noqa: E402
 
+from jobs.draft.arithmetic import flop_of_a_token  # noqa: E402
 from jobs.draft.ranks import Ranks, joined  # noqa: E402
 
 SAMPLE = 502  # rows of the 503-token samples of the run to beat
@@ -125,7 +126,7 @@ def _tell(bench: Bench, who: str, rows: int, used: int, seconds: float, **more) 
     figures = {"rows": rows, "tokens_per_second": used / seconds, "step_ms": 1e3 * seconds}
     if bench.cuda:
         figures |= {"peak_gib": torch.cuda.max_memory_allocated() / GIB, "reserved_gib": torch.cuda.max_memory_reserved() / GIB}
-        figures["recipe_tflops"] = used * flop_of_a_token(bench.config) / seconds / 1e12
+        figures["recipe_tflops"] = used * flop_of_a_token(bench.config, STEPS) / seconds / 1e12
         if bench.matmul:
             figures["of_matmul_rate"] = figures["recipe_tflops"] / bench.matmul
     bench.say(who, **figures, **more)
@@ -183,7 +184,7 @@ def one_gpu(bench: Bench) -> None:
     if not bench.cuda:
         return bench.attempt("ours", 0, ours, bench, 1024, True)
     device = torch.cuda.get_device_properties(0)
-    bench.say("machine", gpu=device.name, memory_gib=device.total_memory / GIB, torch=torch.__version__, flop_of_a_token=flop_of_a_token(bench.config))
+    bench.say("machine", gpu=device.name, memory_gib=device.total_memory / GIB, torch=torch.__version__, flop_of_a_token=flop_of_a_token(bench.config, STEPS))
     bench.matmul = training_floor.matmul_rate()
     bench.say("matmul_8192", tflops=bench.matmul)
     first, second, *more = bench.options.rows
