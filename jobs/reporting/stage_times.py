@@ -3,7 +3,6 @@
 Each stage takes the longer of what its arithmetic and its disk or link need, because they overlap.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 

@@ -12,8 +12,10 @@ import re
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from jobs.errors import MustFix, TryAgain
 from jobs.run import Context
@@ -101,6 +103,24 @@ def check(name: str, revision: str | None, kind: str = "model") -> int:
         HfApi().auth_check(name, repo_type=kind)
     begun = sum(f.stat().st_size for f in (Path(cache_folder()) / repo_folder_name(repo_id=name, repo_type=kind)).rglob("*") if f.is_file() and not f.is_symlink())
     return max(0, sum(file.size or 0 for file in info.siblings or []) - begun)
+
+
+def config(name: str, revision: str | None) -> dict[str, Any] | None:
+    """config.json of a repository, a few kilobytes, asked for once; None where it cannot be had, which `check` explains."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    local = _cached(name, revision) if revision else None
+    try:
+        if local is not None:
+            return json.loads((local / "config.json").read_text())
+        if constants.HF_HUB_OFFLINE:
+            return None
+        url = hf_hub_url(name, "config.json", revision=revision, endpoint=constants.ENDPOINT)
+        with urllib.request.urlopen(urllib.request.Request(url, headers=build_hf_headers()), timeout=10) as answer:
+            return json.loads(answer.read())
+    except (OSError, ValueError):
+        return None
 
 
 def download(context: Context, model: str, revision: str, *, stall_seconds: float = STALL_SECONDS) -> Path:

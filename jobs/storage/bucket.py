@@ -34,7 +34,6 @@ from jobs.storage.files import disk_full_named, fsync_folder, held, sha256_file,
 from jobs.storage.manifest import CLAIM, MANIFEST, WANTED, FileEntry, Manifest, UploadState
 from jobs.storage.s3 import S3Destination
 
-
 PROBED_BYTES, SMALLEST_PART_MIB = 12 << 20, 5  # three parts, the last one short
 
 

@@ -10,7 +10,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,7 +18,7 @@ from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.settings import PushSettings
 from jobs.storage.destination import Destination, Progress, ShouldStop, destination
 from jobs.storage.files import disk_full_named, fsync_file, fsync_folder, held, write_all, write_json_atomically
-from jobs.storage.saved_run import MOST_THREADS, RECORD, object_of, find
+from jobs.storage.saved_run import MOST_THREADS, RECORD, find, object_of
 
 STAGING = ".restoring"
 ATTEMPTS = 5

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from jobs.errors import MustFix
+from jobs.reporting.choices import samples_within
 from jobs.reporting.machines import B300_RATES, MACHINES, RTX_RATES, calibrate, machine_of, scaled
-from jobs.reporting.choices import answers, places, samples_within, spot
 from jobs.reporting.plan import for_all_machines, plan, render_plans
 from jobs.reporting.stage_times import over_link
 from jobs.reporting.workload import KIMI_K25, Range, head_size, hidden_bytes_per_token, workload

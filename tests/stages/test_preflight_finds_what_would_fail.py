@@ -290,15 +290,19 @@ def test_a_tokenizer_that_does_not_load(tmp_path):
     assert "does not load" in sentence and "restore its files" in sentence
 
 
-def test_heads_for_another_verifier(tmp_path):
+def test_heads_for_another_verifier(tmp_path, served):
+    """A folder, and a repository of the hub of which nothing but config.json is read."""
     head = tmp_path / "head"
     head.mkdir()
-    (head / "config.json").write_text(json.dumps({"hidden_size": 7168, "vocab_size": 163840}))
-    facts = VerifierFacts.read(CHECKPOINT)
-    sentences = access.head_misfits("aq", head, facts)
+    for folder in (head, tmp_path / "repository"):
+        (folder / "config.json").write_text(json.dumps({"hidden_size": 7168, "vocab_size": 163840}))
+    made = context(tmp_path, f'heads.candidates=[{{name="aq", model="{head}"}}, {{name="hub", model="made/up", revision="{COMMIT}"}}]')
+    sentences = looked(made, "fits")
+    assert [sentence.partition(" is for ")[0] for sentence in sentences] == ["head aq", "head aq", "head hub", "head hub"]
     assert "hidden size of 7168" in sentences[0] and "vocabulary of 163840" in sentences[1]
-    made = context(tmp_path, f'heads.candidates=[{{name="aq", model="{head}"}}]')
-    assert looked(made, "fits") == sentences
+    assert {name for name, _ in served.downloads} == {"config.json"}
+    from_the_hub = context(tmp_path / "other", "verifier.model=made/up", f"verifier.revision={COMMIT}", f'heads.candidates=[{{name="aq", model="{head}"}}]')
+    assert looked(from_the_hub, "fits") == [], "the same shape"
 
 
 # GPUs: what each answer of the probe leads to -------------------------------------------------------
@@ -332,11 +336,12 @@ def box(count=8, **changes):
         ({"gpus": [], "why": "no driver"}, r"torch sees no GPU \(no driver\): start the container with --gpus all"),
         ({"reduce": {"error": "timeout"}}, "all-reduce over 8 GPUs failed: timeout.*NCCL_P2P_DISABLE=1"),
         ({"reduce": {"ranks": 8, "bus_bytes_per_second": 0.3e9}}, "moves 0.30 GB/s"),
+        ({"reduce": {"ranks": 8, "bus_bytes_per_second": 20e9}}, "moves 20 GB/s, that is PCIe and not the NVLink"),
         ({"error": "looking at the GPUs took over 115 s and was given up"}, "given up: see that nvidia-smi"),
     ],
 )
 def test_what_the_probe_says_of_a_box(changes, expected):
-    sentences = list(gpus.judge(box(**changes), 8, 540e9, 8))
+    sentences = list(gpus.judge(box(**changes), 8, 540e9, 8, nvlink=True))
     assert len(sentences) == (expected is not None), sentences
     if expected:
         assert re.search(expected, sentences[0]), sentences[0]

@@ -36,6 +36,7 @@ ALWAYS = True
 
 VLLM = "0.16.0"
 LIMIT_SECONDS = 115.0
+NVLINK = ("8 x B300", "8 x B200", "8 x H200")  # machines of the plan whose rates need it
 
 
 def inputs(context: Context) -> list[Path]:
@@ -120,7 +121,8 @@ def _gpus(context: Context, measured: dict[str, Any]) -> Iterable[str]:
         return list(_without_gpus(settings))
     together = settings.verifier.tensor_parallel_size
     named = _machine(settings)
-    sentences, measured["gpus"] = gpus.problems(together, _verifier_bytes(settings), named.gpus if named else None)
+    nvlink = named is not None and named.name in NVLINK
+    sentences, measured["gpus"] = gpus.problems(together, _verifier_bytes(settings), named.gpus if named else None, nvlink)
     return sentences
 
 

@@ -48,11 +48,6 @@ def prompts(context: Context) -> Iterator[str]:
         yield f"prompts.eval_samples = {wanted.eval_samples} is too small for a confidence interval, which needs {MINIMUM_PROMPTS} prompts"
 
 
-def facts_if_here(settings: Settings) -> VerifierFacts | None:
-    folder = checkpoint_folder(settings)
-    return VerifierFacts.read(folder) if folder else None
-
-
 def checkpoint_folder(settings: Settings) -> Path | None:
     """The verifier's folder where it needs no download: the tiny one, or a local path."""
     folder = CHECKPOINT if settings.verifier.model == "tiny" else Path(settings.verifier.model)
@@ -60,21 +55,36 @@ def checkpoint_folder(settings: Settings) -> Path | None:
 
 
 def fits(context: Context) -> Iterator[str]:
-    """Settings, tokenizer and local heads against the verifier, where it is here."""
+    """Settings, tokenizer and existing heads against the verifier; from the hub their config.json is enough."""
     settings = context.settings
     folder = checkpoint_folder(settings)
-    if folder is None:
-        return
+    if folder is not None:
+        try:
+            facts = VerifierFacts.read(folder)
+        except JobError as error:
+            yield error.sentence()
+            return
+        yield from misfits(settings, facts)
+        yield from _tokenizer(folder, facts, settings.verifier.trust_remote_code)
+        shape = facts.hidden_size, facts.vocab_size
+    else:
+        config = _config(settings.verifier.model, settings.verifier.revision) or {}
+        text = config.get("text_config", config)
+        shape = text.get("hidden_size"), text.get("vocab_size")
+    for candidate in settings.heads.candidates if None not in shape else ():
+        found = _config(candidate.model, candidate.revision)
+        if found is not None:
+            yield from head_misfits(candidate.name, found, *shape)
+
+
+def _config(model: str, revision: str | None) -> dict[str, Any] | None:
+    """config.json of a folder or a repository; None where there is none, which another check says."""
+    if hub.is_hub_id(model):
+        return hub.config(model, revision)
     try:
-        facts = VerifierFacts.read(folder)
-    except JobError as error:
-        yield error.sentence()
-        return
-    yield from misfits(settings, facts)
-    yield from _tokenizer(folder, facts, settings.verifier.trust_remote_code)
-    for candidate in settings.heads.candidates:
-        if (Path(candidate.model) / "config.json").is_file():
-            yield from head_misfits(candidate.name, Path(candidate.model), facts)
+        return json.loads((Path(model) / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def misfits(settings: Settings, facts: VerifierFacts) -> list[str]:
@@ -91,20 +101,15 @@ def misfits(settings: Settings, facts: VerifierFacts) -> list[str]:
     return found
 
 
-def head_misfits(name: str, folder: Path, facts: VerifierFacts) -> list[str]:
-    """What speaks against an existing head for this verifier, from its config.json alone."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        return [f"head {name}: {folder / 'config.json'} is not JSON ({error}): fetch it again"]
+def head_misfits(name: str, config: dict[str, Any], hidden_size: int, vocab_size: int) -> list[str]:
+    """What speaks against an existing head for a verifier of this shape, from the head's config.json alone."""
     layer = config.get("transformer_layer_config") or config
-    hidden = config.get("target_hidden_size") or layer.get("hidden_size")
-    target_vocab = layer.get("vocab_size")
+    hidden, vocab = config.get("target_hidden_size") or layer.get("hidden_size"), layer.get("vocab_size")
     found = []
-    if hidden is not None and hidden != facts.hidden_size:
-        found.append(f"head {name} is for a hidden size of {hidden}, the verifier has {facts.hidden_size}: take it out of heads.candidates")
-    if target_vocab is not None and target_vocab != facts.vocab_size:
-        found.append(f"head {name} is for a vocabulary of {target_vocab}, the verifier has {facts.vocab_size}: take it out of heads.candidates")
+    if hidden not in (None, hidden_size):
+        found.append(f"head {name} is for a hidden size of {hidden}, the verifier has {hidden_size}: take it out of heads.candidates")
+    if vocab not in (None, vocab_size):
+        found.append(f"head {name} is for a vocabulary of {vocab}, the verifier has {vocab_size}: take it out of heads.candidates")
     return found
 
 

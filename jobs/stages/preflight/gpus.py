@@ -22,16 +22,17 @@ from typing import Any
 PROBE_SECONDS = 100  # compiling for a new architecture and NCCL's start take up to half a minute on a busy box
 REDUCE_SECONDS = 45
 REDUCED_BYTES = 256 << 20
-LEAST_BUS_BYTES = 1e9  # a second; PCIe 4 reaches 10 to 20 GB/s, NVLink 300 and more
+LEAST_BUS_BYTES = 1e9  # a second; PCIe 4 reaches 10 to 20 GB/s
+LEAST_NVLINK_BYTES = 60e9  # a second, more than PCIe 5 reaches; 2 x H200 over NVLink measured 290e9
 LEAST_DRIVER = {13: 580, 12: 525}  # the driver's major version that a CUDA version needs (CUDA's release notes)
 
 
-def problems(tensor_parallel_size: int, memory_needed: float, wanted_gpus: int | None = None) -> tuple[list[str], dict[str, Any]]:
-    """(sentences, what was measured). memory_needed: bytes over all GPUs. Nothing to say where there is no GPU."""
+def problems(tensor_parallel_size: int, memory_needed: float, wanted_gpus: int | None = None, nvlink: bool = False) -> tuple[list[str], dict[str, Any]]:
+    """(sentences, what was measured). memory_needed: bytes over all GPUs; nvlink: the machine is rented for it. Nothing to say where there is no GPU."""
     if not shutil.which("nvidia-smi"):
         return [], {}
     found = probe(tensor_parallel_size)
-    return list(judge(found, tensor_parallel_size, memory_needed, wanted_gpus)), found
+    return list(judge(found, tensor_parallel_size, memory_needed, wanted_gpus, nvlink)), found
 
 
 def probe(together: int) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def probe(together: int) -> dict[str, Any]:
         return {"error": f"looking at the GPUs ended with {child.returncode}: {(errors.strip().splitlines() or ['no output'])[-1]}"}
 
 
-def judge(found: dict[str, Any], together: int, memory_needed: float, wanted_gpus: int | None) -> Iterator[str]:
+def judge(found: dict[str, Any], together: int, memory_needed: float, wanted_gpus: int | None, nvlink: bool = False) -> Iterator[str]:
     """Sentences about what `measure` found; a pure function, so that each is tested without the GPU it is about."""
     if "error" in found:
         yield f"{found['error']}: see that nvidia-smi and `python3 -c 'import torch; torch.zeros(1).cuda()'` work in the container"
@@ -73,7 +74,7 @@ def judge(found: dict[str, Any], together: int, memory_needed: float, wanted_gpu
             yield f"GPU {gpu['index']} has {gpu['free_bytes'] / 1e9:.0f} of {gpu['memory_bytes'] / 1e9:.0f} GB free: end what else runs there (nvidia-smi names it)"
         if gpu.get("kernel") is not None:
             yield f"GPU {gpu['index']} ({gpu['name']}, compute capability {gpu['capability']}) does not run a Triton kernel: {gpu['kernel']}{_remedy(gpu, found)}"
-    yield from _reduction(found.get("reduce"), min(together, count))
+    yield from _reduction(found.get("reduce"), min(together, count), nvlink)
 
 
 def _versions(found: dict[str, Any]) -> Iterator[str]:
@@ -107,13 +108,15 @@ def _remedy(gpu: dict[str, Any], found: dict[str, Any]) -> str:
     return ": take the image made for this GPU, and look with `eagle3-job doctor`"
 
 
-def _reduction(reduce: dict[str, Any] | None, ranks: int) -> Iterator[str]:
+def _reduction(reduce: dict[str, Any] | None, ranks: int, nvlink: bool) -> Iterator[str]:
     if reduce is None or ranks < 2:
         return
     if reduce.get("error"):
         yield f"an NCCL all-reduce over {ranks} GPUs failed: {reduce['error']}: with IOMMU or ACS on (RTX PRO 6000 boxes), set NCCL_P2P_DISABLE=1; else see NCCL_DEBUG=INFO, and --shm-size"
     elif reduce["bus_bytes_per_second"] < LEAST_BUS_BYTES:
         yield f"an NCCL all-reduce over {ranks} GPUs moves {reduce['bus_bytes_per_second'] / 1e9:.2f} GB/s: see `nvidia-smi topo -m`, something stands between the GPUs"
+    elif nvlink and reduce["bus_bytes_per_second"] < LEAST_NVLINK_BYTES:
+        yield f"an NCCL all-reduce over {ranks} GPUs moves {reduce['bus_bytes_per_second'] / 1e9:.0f} GB/s, that is PCIe and not the NVLink this machine is paid for: see `nvidia-smi nvlink --status`, NCCL_P2P_DISABLE must not be set"
 
 
 # In a process of its own ---------------------------------------------------------------------------
