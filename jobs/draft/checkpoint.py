@@ -63,12 +63,23 @@ def name_of(step: int) -> str:
 
 
 def newest(folder: Path, note: Callable[[str], None] = lambda text: None) -> Checkpoint | None:
-    """The newest whole checkpoint, or None. Reads every byte of it once, for the checksums."""
+    """The newest whole checkpoint, None where none was ever finished. Reads every byte of it once, for the checksums.
+
+    MustFix: there are checkpoints and none of them is whole. To begin anew would throw away what was paid for.
+    """
+    problems = []
     for path in _finished(folder):
         problem, state = _check(path)
         if problem is None:
             return Checkpoint(path, state)
+        problems.append(f"{path.name}: {problem}")
         note(f"checkpoint {path.name} is passed over: {problem}")
+    if problems:
+        raise MustFix(
+            f"no checkpoint is whole ({'; '.join(problems)})",
+            where=str(folder),
+            remedy="restore one from a copy, or train anew with --redo train",
+        )
     return None
 
 

@@ -81,6 +81,16 @@ class PackedRow:
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
 
+def check_type(store: StateStore, wanted: str) -> None:
+    """MustFix where the states are stored in another type than the settings say: `fp8`, or `verifier` for its own."""
+    if store.layout.is_fp8 != (wanted == "fp8"):
+        raise MustFix(
+            f"the states are stored as {store.layout.dtype}, states.dtype is {wanted}",
+            where="state store against the settings",
+            remedy=f"set states.dtype to {'fp8' if store.layout.is_fp8 else 'verifier'}, or generate the states again with --redo generate.train",
+        )
+
+
 def check_fit(store: StateStore, config: HeadConfig) -> None:
     """MustFix where the store cannot be what this head is trained on: width or taps."""
     layout = store.layout

@@ -311,7 +311,7 @@ class _Run:
             self.disk_named = True
             self.reporter.note(
                 f"training waits for data {wait:.0%} of the time: the disk delivers {read / 1e9:.2f} GB/s to this rank, the step would take "
-                f"{read / 1e9 / (1 - wait):.2f} GB/s; more RAM, a faster disk or states.dtype float8_e4m3fn would help"
+                f"{read / 1e9 / (1 - wait):.2f} GB/s; more RAM, a faster disk or states.dtype = fp8 would help"
             )
 
     def _evaluate(self, evaluate: Callable[[Eagle3Head], dict]) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from jobs.draft.data import check_type
 from jobs.draft.export import save_speculators
 from jobs.draft.model import Eagle3Head
 from jobs.draft.replay import judge
@@ -32,6 +33,7 @@ def outputs(context: Context) -> list[Path]:
 def run(context: Context) -> dict[str, Any]:
     settings = context.settings
     store, evaluation = StateStore(context.states("train")), StateStore(context.states("eval"))
+    check_type(store, settings.states.dtype)
     verifier = VerifierWeights.read(context.verifier_path)
     head, is_warm = initial_head(context, verifier)
     own_prompts = judging.own_ids(evaluation)

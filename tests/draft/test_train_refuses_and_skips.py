@@ -7,6 +7,7 @@ import pytest
 import torch
 from synthetic_states import TAPS, Language, draft_ids, make_store, one_core, small_config  # noqa: F401 - a fixture
 
+from jobs.draft.data import check_type
 from jobs.draft.model import Eagle3Head
 from jobs.draft.trainer import learning_rate, train
 from jobs.errors import MustFix
@@ -34,8 +35,8 @@ def new_head(language, **changes):
     return Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=1)
 
 
-def poisoned_store(folder, language, bad: set[int], samples: int = 12) -> StateStore:
-    """Samples of 64 rows, one a packed row, some of them with an infinite state."""
+def poisoned_store(folder, language, bad: set[int], samples: int = 12, wild: set[int] = frozenset()) -> StateStore:
+    """Samples of 64 rows, one a packed row, some of them with an infinite state, some with wild targets."""
     g = torch.Generator().manual_seed(0)
     with ResponseLog(folder) as log:
         writer = StateWriter(folder, StateLayout(TAPS, 32, "float32", "synthetic", "0" * 40, "0" * 64), shard_bytes=1 << 20)
@@ -44,6 +45,8 @@ def poisoned_store(folder, language, bad: set[int], samples: int = 12) -> StateS
             taps, final, logprob = language.states(ids, g)
             if number in bad:
                 taps[20, 1, 3] = math.inf
+            if number in wild:
+                final = -20 * final
             writer.append(f"s{number:02d}#0", 0, taps, final, logprob)
             writer.finish(f"s{number:02d}#0", 65)
             writer.sync()
@@ -78,6 +81,19 @@ def test_too_many_bad_steps_stop_the_run_naming_the_evidence(tmp_path):
     assert all(bool(p.isfinite().all()) for p in head.parameters()), "no bad step reached the weights"
 
 
+def test_a_loss_spike_is_skipped_counted_and_kept_as_evidence(tmp_path):
+    language = Language.make()
+    store = poisoned_store(tmp_path / "states", language, set(), samples=24, wild={11})
+    result, lines = run(tmp_path, store, new_head(language), language, spike_factor=3.0, learning_rate=1e-2, epochs=4)
+    assert 1 <= result.bad_steps <= 4 and result.steps == 96, "once an epoch, as soon as the loss has fallen"
+    told = [json.loads(path.read_text()) for path in sorted((tmp_path / "checkpoints").glob("bad-step-*.json"))]
+    assert [t["reason"] for t in told] == ["a loss far over the usual one"] * result.bad_steps
+    assert all(float(t["loss"]) > 3 * float(t["usual_loss"]) > 0 and t["states_finite_by_sample"] == {"s11#0": True} for t in told)
+    assert any("is usual" in line.get("note", "") for line in lines)
+    without, _ = run(tmp_path / "without", store, new_head(language), language, spike_factor=None, learning_rate=1e-2, epochs=4)
+    assert without.bad_steps == 0
+
+
 def test_states_and_head_that_disagree_are_refused(tmp_path):
     language = Language.make()
     store = make_store(tmp_path / "states", [(4, 20)] * 3, language=language)
@@ -91,6 +107,43 @@ def test_states_and_head_that_disagree_are_refused(tmp_path):
     small = Language.make(vocabulary=20)
     error, _ = run(tmp_path, store, new_head(small, vocab_size=20, draft_vocab_size=16), small)
     assert "outside the vocabulary of 20" in error.sentence()
+
+
+def test_a_type_of_states_other_than_the_settings_is_refused(tmp_path):
+    for dtype, wanted in (("float32", "fp8"), ("float8_e4m3fn", "verifier")):
+        store = make_store(tmp_path / dtype, [(4, 20)] * 2, dtype=dtype)
+        with pytest.raises(MustFix, match=f"stored as {dtype}, states.dtype is {wanted}.*--redo generate.train"):
+            check_type(store, wanted)
+        check_type(store, {"fp8": "verifier", "verifier": "fp8"}[wanted])
+
+
+def test_checkpoints_of_which_none_is_whole_are_refused(tmp_path):
+    """To begin anew in silence would throw paid training away; only what was never finished is removed."""
+    language = Language.make()
+    store = make_store(tmp_path / "states", [(4, 60)] * 4, language=language)
+    run(tmp_path, store, new_head(language), language, checkpoint_every=2)
+    finished = sorted((tmp_path / "checkpoints").glob("step-*"))
+    for path in finished:
+        (path / "optimizer.safetensors").unlink()
+    error, _ = run(tmp_path, store, new_head(language), language)
+    assert isinstance(error, MustFix) and len(finished) == 2
+    for path in finished:
+        assert f"{path.name}: optimizer.safetensors is missing or has another size" in error.sentence()
+    assert "--redo train" in error.sentence()
+
+
+def test_fp8_states_train_like_the_type_they_were_made_from(tmp_path):
+    """They travel as stored and become numbers on the device: the loss is that of the dequantized states."""
+    language = Language.make()
+    stores = {dtype: make_store(tmp_path / dtype, [(4, 60)] * 12, language=language, dtype=dtype) for dtype in ("bfloat16", "float8_e4m3fn")}
+    logged = {}
+    for dtype, store in stores.items():
+        _, lines = run(tmp_path / f"run-{dtype}", store, new_head(language), language)
+        logged[dtype] = [line for line in lines if "loss" in line]
+    for a, b in zip(*logged.values(), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.05)
+    rates = [logged[dtype][-1]["read_bytes_per_second"] / logged[dtype][-1]["tokens_per_second"] for dtype in logged]
+    assert rates == pytest.approx([4 * 32 * 2, 4 * 32 + 4 * 4]), "bytes read a token"
 
 
 def test_nothing_to_train_on_is_refused(tmp_path):

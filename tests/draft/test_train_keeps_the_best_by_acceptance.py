@@ -1,0 +1,90 @@
+"""Evaluations decide: the head ends with the weights of the longest acceptance, and a plateau ends training.
+
+The figures come from a script, since what is tested is what the trainer makes of them; the weights,
+checkpoints and interruptions are real.
+"""
+
+import pytest
+import torch
+from synthetic_states import Language, draft_ids, make_store, one_core, small_config  # noqa: F401 - a fixture
+
+from jobs.draft.model import Eagle3Head
+from jobs.draft.trainer import train
+from jobs.errors import Interrupted
+from jobs.settings import TrainSettings
+
+pytestmark = pytest.mark.usefixtures("one_core")
+ACCEPTANCE = {4: 1.4, 8: 2.1, 12: 2.0, 16: 2.1, 20: 1.9, 24: 2.6}
+
+
+class Training:
+    def __init__(self, folder, store, language, stop_after=None, **changes):
+        config = small_config()
+        self.head = Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=1)
+        self.lines, self.seen, self.stop_after = [], {}, stop_after
+        settings = TrainSettings(
+            **dict(device="cpu", epochs=2, tokens_per_step=64, max_length=64, log_every=1, learning_rate=1e-2, evaluate_every=4, checkpoint_every=5)
+            | changes
+        )
+        self.result = train(
+            settings=settings, seed=0, head=self.head, verifier=language.verifier, store=store, sample_ids=store.ids(),
+            folder=folder, warm=False, evaluate=self.evaluate, should_stop=self.should_stop, report=self.lines.append,
+        )  # fmt: skip
+
+    def should_stop(self) -> bool:
+        return self.stop_after is not None and any(line.get("step", 0) >= self.stop_after for line in self.lines)
+
+    def evaluate(self, head) -> dict:
+        step = self.lines[-1]["step"]
+        self.seen[step] = {name: p.detach().clone() for name, p in head.named_parameters()}
+        return {"acceptance": ACCEPTANCE[step]}
+
+    def notes(self) -> str:
+        return "\n".join(line["note"] for line in self.lines if "note" in line)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    language = Language.make()
+    return make_store(tmp_path_factory.mktemp("states"), [(4, 60)] * 12, language=language), language
+
+
+def equal(head, weights) -> bool:
+    return all(torch.equal(p, weights[name]) for name, p in head.named_parameters())
+
+
+def test_a_plateau_ends_training_with_the_best_weights(tmp_path, data):
+    run = Training(tmp_path, *data, patience=2)
+    assert run.result.stopped_early and run.result.steps == 16 and sorted(run.seen) == [4, 8, 12, 16]
+    assert (run.result.best_step, run.result.best_acceptance) == (8, 2.1), "equal is not better"
+    assert equal(run.head, run.seen[8]) and not equal(run.head, run.seen[16])
+    assert "acceptance has not grown by more than 0.0 for 2 evaluations: training ends after step 16 of 24" in run.notes()
+    assert "the head ends with the weights of step 8, acceptance 2.100" in run.notes()
+    again = Training(tmp_path, *data, patience=2)
+    assert again.result.steps == 16 and not again.seen, "a training that ended is not gone on with"
+    assert equal(again.head, run.seen[8])
+
+
+def test_without_patience_it_trains_on_and_ends_with_the_last_if_that_is_best(tmp_path, data):
+    run = Training(tmp_path, *data)
+    assert run.result.steps == 24 and not run.result.stopped_early and run.result.best_step == 24
+    assert equal(run.head, run.seen[24])
+
+
+def test_a_small_gain_does_not_end_a_plateau(tmp_path, data):
+    run = Training(tmp_path, *data, patience=3, patience_gain=1.0)
+    assert run.result.steps == 16 and run.result.best_step == 8, "2.1 is the longest though no gain of 1.0"
+
+
+def test_last_weights_are_kept_where_that_is_asked_for(tmp_path, data):
+    run = Training(tmp_path, *data, patience=2, keep_best=False)
+    assert equal(run.head, run.seen[16])
+
+
+def test_an_interrupted_run_remembers_its_best(tmp_path, data):
+    whole = Training(tmp_path / "whole", *data, patience=2)
+    with pytest.raises(Interrupted):
+        Training(tmp_path / "broken", *data, patience=2, stop_after=13)
+    rest = Training(tmp_path / "broken", *data, patience=2)
+    assert rest.result.resumed_from == 13 and rest.result.steps == 16
+    assert all(torch.equal(a, b) for a, b in zip(whole.head.parameters(), rest.head.parameters(), strict=True))

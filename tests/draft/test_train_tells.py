@@ -1,0 +1,50 @@
+"""What a person sees while it trains: use of the machine, memory, time left, and a disk that cannot keep up."""
+
+import time
+
+import pytest
+from synthetic_states import Language, draft_ids, make_store, one_core, small_config  # noqa: F401 - a fixture
+from test_train_refuses_and_skips import new_head, run
+
+from jobs.draft.arithmetic import flop_of_a_token
+from jobs.draft.model import HeadConfig
+from jobs.storage.states import StateStore
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+
+def test_every_line_has_the_machine_and_the_time_left(tmp_path):
+    language = Language.make()
+    store = make_store(tmp_path / "states", [(4, 60)] * 12, language=language)
+    _, lines = run(tmp_path, store, new_head(language), language)
+    logged = [line for line in lines if "loss" in line]
+    for line in logged:
+        assert 0 < line["mfu"] < 1 and 0.05 < line["memory_gib"] < 24, line
+        assert line["tokens_per_second"] > 0 and line["grad_norm"] > 0 and line["learning_rate"] > 0
+        # 63 rows of 4 states of 32 numbers in fp32 a step, whatever a step takes.
+        assert line["read_bytes_per_second"] / line["tokens_per_second"] == pytest.approx(4 * 32 * 4)
+        assert line["eta_seconds"] == 0 if line["step"] == line["steps"] else line["eta_seconds"] > 0
+
+
+class SlowDisk(StateStore):
+    """A store on a disk that takes 30 ms for a sample."""
+
+    def read(self, *arguments, **options):
+        time.sleep(0.03)
+        return super().read(*arguments, **options)
+
+
+def test_a_disk_that_cannot_deliver_is_named_once_with_both_rates(tmp_path):
+    language = Language.make()
+    make_store(tmp_path / "states", [(4, 12)] * 60, language=language)
+    _, lines = run(tmp_path, SlowDisk(tmp_path / "states"), new_head(language), language, tokens_per_step=120)
+    told = [line["note"] for line in lines if "the disk delivers" in line.get("note", "")]
+    assert len(told) == 1 and "the step would take" in told[0], told
+    _, lines = run(tmp_path / "fast", StateStore(tmp_path / "states"), new_head(language), language, tokens_per_step=120)
+    assert not [line for line in lines if "the disk delivers" in line.get("note", "")]
+
+
+def test_arithmetic_of_the_real_head():
+    """20.05 GFLOP a token, the figure the peers' measurements were made with."""
+    real = HeadConfig(163_840, 32_000, 7168, 18_432, 64, 64, 128, 1e-5, 1e6, None, (2, 30, 58), False)
+    assert flop_of_a_token(real, 3) == pytest.approx(20.05e9, rel=1e-3)
