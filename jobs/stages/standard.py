@@ -1,9 +1,9 @@
 """Standard prompts: the sets that public heads are compared on, answered and judged, never trained on.
 
 They are answered with the eval split, under ids `std.<set>.<id>`, and judged apart from it: the figure
-of the head stays that of the traffic it is for, the standard sets stand beside the public cards. The
-names of their repositories, columns and splits are from memory of the hub; a local file with any of the
-columns below does as well.
+of the head stays that of the traffic it is for, the standard sets stand beside the public cards. Their
+repositories, splits and columns are those that public benchmarks of draft heads load; a local file with
+any of the columns below does as well.
 
 **Never in training, by content.** A training conversation overlaps with a standard prompt if a user's turn
 is the same text, or if both share 13 words in a row (the decontamination of GPT-3, arXiv 2005.14165,
