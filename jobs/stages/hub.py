@@ -107,7 +107,7 @@ def check(name: str, revision: str | None, kind: str = "model") -> int:
 
 def config(name: str, revision: str | None) -> dict[str, Any] | None:
     """config.json of a repository, a few kilobytes, asked for once; None where it cannot be had, which `check` explains."""
-    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers
 
     local = _cached(name, revision) if revision else None
@@ -116,7 +116,7 @@ def config(name: str, revision: str | None) -> dict[str, Any] | None:
             return json.loads((local / "config.json").read_text())
         if constants.HF_HUB_OFFLINE:
             return None
-        url = hf_hub_url(name, "config.json", revision=revision, endpoint=constants.ENDPOINT)
+        url = f"{constants.ENDPOINT}/{name}/resolve/{revision or 'main'}/config.json"
         with urllib.request.urlopen(urllib.request.Request(url, headers=build_hf_headers()), timeout=10) as answer:
             return json.loads(answer.read())
     except (OSError, ValueError):

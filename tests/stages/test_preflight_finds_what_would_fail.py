@@ -24,7 +24,6 @@ from jobs.settings import load
 from jobs.stages import preflight
 from jobs.stages.preflight import access, gpus, machine
 from jobs.storage.saved_run import RunSaver
-from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.tiny import CHECKPOINT
 
 
