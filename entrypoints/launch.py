@@ -179,7 +179,7 @@ def _guarded(context: Context) -> Iterator[None]:
     from jobs.backup import SECONDS_AFTER_A_SIGNAL, Backup, backup_uri
     from jobs.rental import RentalWatch
 
-    uri = backup_uri(context.settings)
+    uri = backup_uri(context.settings, context.path)
     with contextlib.ExitStack() as stack:
         stack.enter_context(RentalWatch(context))
         if uri is None:
@@ -201,7 +201,7 @@ def _bring_back(uri: str, path: Path, settings: Settings) -> None:
         print(f"eagle3-job: {path} holds a run already: it continues, nothing is brought from {uri}", file=sys.stderr)
     elif _restored(uri, path, settings) is None:
         # A managed job has one command for its first machine and for the later ones.
-        if uri not in (settings.push.uri, backup_uri(settings)):
+        if uri not in (settings.push.uri, backup_uri(settings, path)):
             raise MustFix("No run is saved there", where=uri, remedy="check the address; to begin a run that is saved there, give it as push.uri, too")
         print(f"eagle3-job: no run is saved at {uri} yet: this one begins", file=sys.stderr)
 
@@ -265,8 +265,16 @@ def _summary(ledger: dict[str, Any], path: Path, loads: int) -> dict[str, Any]:
     return {
         "status": ledger.get("status"), "exit_code": ledger.get("exit_code"), "error": ledger.get("error"), "run_dir": str(path.absolute()), "stages": stages,
         "verifier_loads": loads, "acceptance": {name: figure["mean"] for name, figure in ledger.get("acceptance", {}).items()},
-        "published": ledger.get("published"), "cost": ledger.get("cost"),
+        "published": ledger.get("published"), "cost": ledger.get("cost"), "saved": _saved(path),
     }  # fmt: skip
+
+
+def _saved(path: Path) -> dict[str, Any] | None:
+    """Where the run itself was saved last, for --resume-from."""
+    from jobs.storage.saved_run import record_of
+
+    record = record_of(path)
+    return {"uri": record["uri"], "at": record["saved"]} if record else None
 
 
 def _planned(settings: Settings, path: Path) -> dict[str, Any]:

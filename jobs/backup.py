@@ -7,9 +7,12 @@ saved there) ends the run, because it would be paid for twice.
 """
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from jobs.errors import JobError
 from jobs.run import Context
@@ -20,12 +23,29 @@ from jobs.storage.saved_run import NotOurs, RunSaver, Saved, place_beside
 SECONDS_AFTER_A_SIGNAL = 15.0
 
 
-def backup_uri(settings: Settings) -> str | None:
-    """Where the run is saved; None where it is not."""
+def backup_uri(settings: Settings, run_dir: Path) -> str | None:
+    """Where the run is saved; None where it is not.
+
+    A folder on the run's own disk is lost with it and would hold terabytes of states twice: it is taken only
+    where `push.backup_uri` names it.
+    """
     push = settings.push
     if push.backup == "off" or (push.backup_uri is None and push.uri is None):
         return None
-    return push.backup_uri or place_beside(push.uri)
+    uri = push.backup_uri or place_beside(push.uri)
+    folder = folder_of(uri)
+    if push.backup_uri is None and folder is not None and os.stat(folder).st_dev == os.stat(_existing(run_dir)).st_dev:
+        return None
+    return uri
+
+
+def folder_of(uri: str) -> Path | None:
+    """The folder of a file:// address, or its nearest one that exists; None for a bucket."""
+    return _existing(Path(unquote(urlsplit(uri).path))) if uri.startswith("file://") else None
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 class Backup:

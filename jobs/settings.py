@@ -204,7 +204,7 @@ class PushSettings(Section):
     threads: int = Field(16, ge=1, description="Parts in flight")
     read_back: bool = Field(False, description="Read every object again after the upload and compare its sha256")
     backup: Literal["all", "without_states", "off"] = Field("all", description="With push.uri, the run itself is saved while it runs, for --resume-from on another machine: `all`, `without_states`, `off`")
-    backup_uri: str | None = Field(None, description="Where the run itself is saved; None is beside push.uri, with `.run` added to its name")
+    backup_uri: str | None = Field(None, description="Where the run itself is saved; None is beside push.uri, with `.run` added to its name, unless that is this disk")
     backup_minutes: float = Field(10, gt=0, description="Minutes between two saves of the run: what a lost machine can cost")
 
 

@@ -17,6 +17,7 @@ import pytest
 import s3_servers
 from hub_server import COMMIT, hub
 
+from jobs.backup import backup_uri
 from jobs.errors import MustFix
 from jobs.reporting.display import Display
 from jobs.run import Context, RunDirectory
@@ -253,13 +254,25 @@ def test_a_wrong_key(tmp_path, monkeypatch):
 def test_another_runs_saved_work(tmp_path):
     """Found before money is spent, not when this run is saved over it."""
     uri = f"file://{tmp_path}/heads/one"
-    theirs, ours = context(tmp_path / "theirs", f"push.uri={uri}"), context(tmp_path / "ours", f"push.uri={uri}")
+    theirs, ours = (context(tmp_path / name, f"push.uri={uri}", f"push.backup_uri={uri}.run") for name in ("theirs", "ours"))
     theirs.run.stage("generate.train")["started"] = "2026-01-01T00:00:00Z"
     theirs.run.save()
     RunSaver(theirs.path, f"{uri}.run", theirs.settings.push, run_id=theirs.run.ledger["run_id"]).save()
     assert looked(theirs, "destination") == []
     (sentence,) = looked(ours, "destination")
     assert "An unfinished run of 'smoke' is saved there" in sentence and f"--resume-from {uri}.run" in sentence
+
+
+def test_a_copy_of_the_run_on_its_own_disk_is_made_only_where_it_is_asked_for(tmp_path):
+    settings = load("smoke", overrides=[f"push.uri=file://{tmp_path}/heads/one"], environment={})
+    assert backup_uri(settings, tmp_path / "run") is None, "lost with the machine, and terabytes twice"
+    asked = load("smoke", overrides=[f"push.backup_uri=file://{tmp_path}/copy"], environment={})
+    assert backup_uri(asked, tmp_path / "run") == f"file://{tmp_path}/copy"
+    assert backup_uri(load("smoke", overrides=["push.uri=s3://b/x"], environment={}), tmp_path) == "s3://b/x.run"
+    with small_disk(tmp_path / "other", 10) as folder:
+        elsewhere = context(tmp_path, f"push.uri=file://{folder}/head")
+        assert backup_uri(elsewhere.settings, elsewhere.path) == f"file://{folder}/head.run"
+        assert f"{folder} has 0.0 GB free" in looked(elsewhere, "disk")[0], "room for the copy, too"
 
 
 def copied(tmp_path, **changes):

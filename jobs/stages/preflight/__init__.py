@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jobs.backup import backup_uri, folder_of
 from jobs.errors import JobError, MustFix
 from jobs.reporting import plan as planning
 from jobs.reporting.machines import MACHINES, Machine
@@ -169,6 +170,9 @@ def expected_bytes(settings: Settings) -> float:
 
 def _disk(context: Context, measured: dict[str, Any]) -> Iterator[str]:
     yield from machine.disk(context.path, expected_bytes(context.settings))
+    copy = folder_of(backup_uri(context.settings, context.path) or "")
+    if copy is not None:
+        yield from machine.disk(copy, expected_bytes(context.settings), 0)
     planned, named = _planned(context.settings), _machine(context.settings)
     least = None
     if planned is not None and named is not None and named.gpus:

@@ -136,7 +136,7 @@ def destination(context: Context, found: dict[str, Any]) -> Iterator[str]:
     except JobError as error:
         yield error.sentence()
         return
-    uri = backup_uri(context.settings)
+    uri = backup_uri(context.settings, context.path)
     if uri is not None:
         try:
             problem = saved_run.refusal(uri, settings, context.run.ledger["run_id"], saved_run.record_of(context.path))
