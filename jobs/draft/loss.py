@@ -126,7 +126,7 @@ class ForwardKL(torch.autograd.Function):
 
 
 class Unroll(nn.Module):
-    """Head and targets as one module: what `DistributedDataParallel` and `torch.compile` wrap.
+    """Head and targets as one module: what `torch.compile` wraps.
 
     every_row: compute masked rows too (static shapes, for the compiled step); else only the rows
     that carry loss go through the output heads.

@@ -6,13 +6,13 @@ gloo between CPUs.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from jobs.errors import MustFix
 
@@ -40,15 +40,22 @@ class Ranks:
         if self.world > 1:
             dist.barrier()
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """The module with its gradients AVERAGED over ranks in the backward pass."""
-        if self.world == 1:
-            return module
-        devices = [self.device.index] if self.device.type == "cuda" else None
-        # One buffer holds gradients and messages: 4.8 GB less for the real head.
-        return nn.parallel.DistributedDataParallel(
-            module, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+    def agree(self, tensors: Iterable[Tensor]) -> None:
+        """Every rank takes the first one's values, in place."""
+        if self.world > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
+
+    def exchange(self, gradients: Iterable[Tensor]) -> None:
+        """Sums gradients over all ranks, in place, after the backward pass.
+
+        Not `DistributedDataParallel`: the compiled backward pass gives out all gradients at its end, so
+        there is nothing to hide an exchange behind, and its buckets cost a copy, a division and 12 GB:
+        26 ms a step on two H200, of which the exchange itself is 14.
+        """
+        if self.world > 1:
+            for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+                work.wait()
 
 
 class HostCopy:

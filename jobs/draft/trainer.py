@@ -19,7 +19,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -165,7 +164,8 @@ class _Run:
         if self.compiled:
             _recompute_what_is_cheap()
         # Static shapes and one graph: a step that would leave the compiled path is an error, not a slow step.
-        self.unroll = ranks.wrap(torch.compile(unroll, fullgraph=True, dynamic=False) if self.compiled else unroll)
+        self.unroll = torch.compile(unroll, fullgraph=True, dynamic=False) if self.compiled else unroll
+        ranks.agree(parameter.data for parameter in self.trained.values())
         self.targets = targets
         self.coverage = None
         if settings.loss == "forward_kl" and targets.others is not None:
@@ -226,17 +226,14 @@ class _Run:
         sums = shared[:-2].view(4, ttt_steps)
         shared[-2], shared[-1] = float(asked_to_stop), float(self.plateau)
         samples: list[str] = []
-        for number in range(micro_rows):
+        for _ in range(micro_rows):
             row, documents = ahead.next()
             samples += row.sample_ids
-            # Gradients are exchanged once a step, behind the last row's backward pass.
-            together = number + 1 == micro_rows or self.ranks.world == 1
-            with nullcontext() if together else self.unroll.no_sync():
-                sums += self._backward(row, documents, ttt_steps, decay)
-        self.ranks.sum(shared)
+            sums += self._backward(row, documents, ttt_steps, decay)
+        self.ranks.exchange([shared, *(p.grad for p in self.trained.values())])
         loss, count = (decay.double() * sums[0]).sum(), (decay.double() * sums[1]).sum()
         rate = learning_rate(self.step, self.plan.steps, settings, self.warm)
-        norm, reason = self.update.step(loss, count, rate, keep_buffers=self.ranks.world > 1)
+        norm, reason = self.update.step(loss, count, rate)
         used = sum(piece.rows for packed in self.plan.step_rows(self.step) for piece in packed)
         self.tokens += used
         rows = self.plan.rows * len(self.plan.step_rows(self.step))
@@ -254,8 +251,7 @@ class _Run:
             row = replace(row, undecided=None)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.cuda):
             unrolled = self.unroll(row, documents, ttt_steps)
-        # DDP averages over ranks; the total is a sum over all rows of all ranks.
-        ((unrolled.loss * decay).sum() * self.ranks.world).backward()
+        (unrolled.loss * decay).sum().backward()
         return torch.stack([column.detach() for column in unrolled]).double()
 
     def _settle(self) -> None:

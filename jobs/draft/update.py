@@ -30,11 +30,11 @@ class Update:
         self._adam = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True)
         self.usual = torch.zeros((), dtype=torch.float64, device=device)
 
-    def step(self, loss: Tensor, count: Tensor, learning_rate: float, keep_buffers: bool) -> tuple[Tensor, Tensor]:
+    def step(self, loss: Tensor, count: Tensor, learning_rate: float) -> tuple[Tensor, Tensor]:
         """(norm of the mean gradient, why the step was left out or 0), fp64 scalars on the device.
 
         loss, count: sums over all loss positions of all ranks, as are the gradients. A step without a
-        loss position changes nothing. keep_buffers: gradients are zeroed in place, not freed.
+        loss position changes nothing. The gradients are freed.
         """
         settings = self._settings
         mean = loss / count.clamp(min=1e-9)
@@ -50,7 +50,7 @@ class Update:
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         self._adam.step()
-        self._adam.zero_grad(set_to_none=not keep_buffers)
+        self._adam.zero_grad()
         learned = torch.where(self.usual > 0, MEMORY * self.usual + (1 - MEMORY) * mean, mean)
         self.usual = torch.where(good, learned, self.usual)
         return norm.where(count > 0, 0.0), reason

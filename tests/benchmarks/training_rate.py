@@ -1,6 +1,6 @@
 """Trained tokens a second of the compiled step, beside its floor and speculators 0.4.0.1, in one run.
 
-    python tests/benchmarks/training_rate.py --parts rate,ranks --seconds 280 --out rate.jsonl     # one GPU
+    python tests/benchmarks/training_rate.py --parts rate --seconds 280 --out rate.jsonl     # one GPU
     torchrun --nproc-per-node 2 tests/benchmarks/training_rate.py --parts ddp --out ddp.jsonl       # several
     python tests/benchmarks/training_rate.py --size tiny --device cpu --parts rate                   # a self-check
 
@@ -14,6 +14,7 @@ import gc
 import json
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
+import training_disk  # noqa: E402
 import training_floor  # noqa: E402
 from training_ours import REAL, STEPS, TINY, Ours, config_of, documents_of  # noqa: E402
 from training_speculators import Speculators  # noqa: E402
@@ -202,6 +204,27 @@ def one_gpu(bench: Bench) -> None:
     ratios(bench)
 
 
+def from_disk(bench: Bench) -> None:
+    """The store of `--samples` samples, written beside the compilation, then two epochs: from the disk, from the page cache."""
+    rows, samples = bench.options.rows[0], bench.options.samples
+    writing = [threading.Thread(target=training_disk.write_store, args=(bench.folder / "store", bench.config, samples))]
+    if bench.cuda:
+        writing.append(threading.Thread(target=training_disk.write_files, args=(bench.folder / "files", bench.config, samples // 2)))
+    for thread in writing:
+        thread.start()
+    made = Ours(bench.config, rows, Ranks(0, 1, bench.device), bench.folder)
+    made.steps(made.feed(documents_of(rows, 512)), 3)
+    for thread in writing:
+        thread.join()
+    for figures in training_disk.ours(made, bench.folder / "store", epochs=2):
+        bench.say("disk.ours", rows=rows, **figures)
+    del made
+    bench.clean()
+    if bench.cuda and bench.left > 45:
+        for figures in training_disk.theirs(Speculators(bench.config, bench.device, 4096), bench.folder / "files", 4096, workers=8):
+            bench.say("disk.speculators", **figures)
+
+
 # ------------------------------------------------------------------ several GPUs
 
 
@@ -256,16 +279,17 @@ def _exchange_rate(bench: Bench, ranks: Ranks) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="rate", help="rate (one GPU), ddp (under torchrun)")
+    parser.add_argument("--parts", default="rate", help="rate and disk (one GPU), ddp (under torchrun)")
     parser.add_argument("--rows", type=lambda text: [int(x) for x in text.split(",")], default=[8192, 4096, 512, 32768, 16384], help="tokens a step")
     parser.add_argument("--size", choices=("real", "tiny"), default="real")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=280, help="no part begins that would not end in these")
     parser.add_argument("--measure", type=float, default=3.0, help="seconds of each measurement")
+    parser.add_argument("--samples", type=int, default=192, help="samples of 503 tokens on the disk; 192 are 5.5 GB")
     parser.add_argument("--out", help="append the lines here too")
     bench = Bench(parser.parse_args())
     for part in bench.options.parts.split(","):
-        bench.attempt(part, 0, {"rate": one_gpu, "ddp": several}[part], bench)
+        bench.attempt(part, 0, {"rate": one_gpu, "disk": from_disk, "ddp": several}[part], bench)
     bench.say("end")
 
 
