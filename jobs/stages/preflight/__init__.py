@@ -10,6 +10,7 @@ again should not meet the next one. It ends with exit code 78 and every problem 
 """
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -171,7 +172,7 @@ def expected_bytes(settings: Settings) -> float:
 def _disk(context: Context, measured: dict[str, Any]) -> Iterator[str]:
     yield from machine.disk(context.path, expected_bytes(context.settings))
     copy = folder_of(backup_uri(context.settings, context.path) or "")
-    if copy is not None:
+    if copy is not None and shutil.disk_usage(copy).total:  # /proc and its like have none: the destination's check says so
         yield from machine.disk(copy, expected_bytes(context.settings), 0)
     planned, named = _planned(context.settings), _machine(context.settings)
     least = None
