@@ -136,6 +136,7 @@ class GateSettings(Section):
 
 class TrainSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes the GPUs where there are any")
+    processes: int | None = Field(None, ge=1, description="Processes that share the packed rows of a step; None is one a GPU, as far as accumulate can be shared evenly")
     epochs: float = Field(1.0, gt=0, description="Passes over the train split")
     max_steps: int | None = Field(None, ge=1, description="Stop after so many optimizer steps, whatever the epochs")
     tokens_per_step: int = Field(4096, ge=8, description="Tokens of one packed row of samples: the static shape of a step")

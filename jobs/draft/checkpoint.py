@@ -37,9 +37,9 @@ PARTIAL = ".partial"
 PARTS = ("weights", "optimizer", "rng")
 
 # What a resumed run may change: where and how often something is written down, and where it runs.
-# The last two change rounding only, so they are taken with a note; everything else is refused.
+# The last three change rounding only, so they are taken with a note; everything else is refused.
 FREE = frozenset({"checkpoint_every", "keep_checkpoints", "evaluate_every", "log_every", "bad_step_limit"})
-ROUNDING = frozenset({"device", "compile"})
+ROUNDING = frozenset({"device", "compile", "processes"})
 
 
 @dataclass(frozen=True)

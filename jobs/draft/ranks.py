@@ -1,13 +1,14 @@
 """The processes of one training: alone, or several started by `torchrun`.
 
-`torchrun` sets RANK, WORLD_SIZE and LOCAL_RANK; without them training runs alone. NCCL between GPUs,
-gloo between CPUs.
+`jobs.draft.team` or `torchrun` sets RANK, WORLD_SIZE and LOCAL_RANK; without them training runs alone.
+NCCL between GPUs, gloo between CPUs.
 """
 
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -95,6 +96,16 @@ def device_of(wanted: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> to
     return torch.device("cuda", local_rank)
 
 
+def refuse_idle(world: int, accumulate: int) -> None:
+    """MustFix where a step has fewer packed rows than there are ranks."""
+    if world > accumulate:
+        raise MustFix(
+            f"{world} ranks cannot share {accumulate} packed rows a step",
+            where="train.accumulate",
+            remedy=f"set train.accumulate to a multiple of {world}, or start fewer processes",
+        )
+
+
 @contextlib.contextmanager
 def joined(wanted: Literal["auto", "cpu", "cuda"], accumulate: int) -> Iterator[Ranks]:
     """Joins the process group where there is one to join and leaves it at the end.
@@ -103,17 +114,13 @@ def joined(wanted: Literal["auto", "cpu", "cuda"], accumulate: int) -> Iterator[
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device = device_of(wanted, int(os.environ.get("LOCAL_RANK", 0)))
-    if world > accumulate:
-        raise MustFix(
-            f"{world} ranks cannot share {accumulate} packed rows a step",
-            where="train.accumulate",
-            remedy=f"set train.accumulate to a multiple of {world}, or start fewer processes",
-        )
+    refuse_idle(world, accumulate)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ours = world > 1 and not dist.is_initialized()
     if ours:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # An evaluation on the first rank may take long, and the others wait for it in an exchange.
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=4))
     try:
         yield Ranks(rank, world, device)
     finally:

@@ -37,6 +37,7 @@ from jobs.draft.model import Eagle3Head, VerifierWeights
 from jobs.draft.packing import Plan
 from jobs.draft.progress import Reporter, Window
 from jobs.draft.ranks import HostCopy, Ranks, joined, threads
+from jobs.draft.team import Work, together
 from jobs.draft.update import REASONS, SPIKE, Update
 from jobs.errors import Interrupted, MustFix
 from jobs.settings import TrainSettings
@@ -123,7 +124,11 @@ def train(
         pieces, rows=settings.tokens_per_step, accumulate=settings.accumulate, epochs=settings.epochs,
         max_steps=settings.max_steps, seed=seed,
     )  # fmt: skip
-    with joined(settings.device, settings.accumulate) as ranks:
+    work = Work(
+        settings, seed, head.config, tuple(head.draft_ids.tolist()), verifier.embedding.dtype, verifier.lm_head.dtype, store.folder,
+        tuple(sample_ids), folder, warm, evaluate is not None,
+    )  # fmt: skip
+    with together(work), joined(settings.device, settings.accumulate) as ranks:
         reporter = Reporter(report, folder / "tensorboard" if ranks.first else None)
         if ranks.first:
             checkpoint.clean(folder, reporter.note)
@@ -165,7 +170,8 @@ class _Run:
             _recompute_what_is_cheap()
         # Static shapes and one graph: a step that would leave the compiled path is an error, not a slow step.
         self.unroll = torch.compile(unroll, fullgraph=True, dynamic=False) if self.compiled else unroll
-        ranks.agree(parameter.data for parameter in self.trained.values())
+        frozen = (self.head.embed_tokens.weight, targets.sliced, *([] if targets.others is None else [targets.others]))
+        ranks.agree(tensor.data for tensor in (*self.trained.values(), *frozen))
         self.targets = targets
         self.coverage = None
         if settings.loss == "forward_kl" and targets.others is not None:

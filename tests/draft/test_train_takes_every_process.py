@@ -1,0 +1,80 @@
+"""`train` starts the other processes of a step itself: same figures and weights as alone, and none outlives it."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+from synthetic_states import Language, draft_ids, make_store, small_config
+
+from jobs.draft import team
+from jobs.draft.model import Eagle3Head
+from jobs.draft.trainer import train
+from jobs.errors import Interrupted, MustFix, TryAgain
+from jobs.settings import TrainSettings
+
+
+def run(folder, store, language, should_stop=lambda lines: False, **changes):
+    config, lines = small_config(), []
+    head = Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=1)
+    settings = TrainSettings(
+        **dict(device="cpu", epochs=2, tokens_per_step=64, max_length=64, log_every=1, learning_rate=1e-2, accumulate=2, evaluate_every=3, checkpoint_every=4)
+        | changes
+    )
+    result = train(
+        settings=settings, seed=0, head=head, verifier=language.verifier, store=store, sample_ids=store.ids(), folder=folder,
+        warm=False, evaluate=lambda _: {"acceptance": 2.0}, should_stop=lambda: should_stop(lines), report=lines.append,
+    )  # fmt: skip
+    return head, result, [line for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    language = Language.make()
+    return make_store(tmp_path_factory.mktemp("states"), [(4, 60)] * 12, language=language), language
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_trains_and_stop_as_one(tmp_path, data):
+    alone, _, one = run(tmp_path / "one", *data, processes=1, keep_best=False)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "two", *data, processes=2, keep_best=False, should_stop=lambda lines: any(line.get("step", 0) >= 5 for line in lines))
+    assert not multiprocessing.active_children()
+    both, result, two = run(tmp_path / "two", *data, processes=2, keep_best=False)
+    assert result.resumed_from >= 5 and result.steps == 12
+    for line in two:
+        assert line["loss"] == pytest.approx(one[line["step"] - 1]["loss"], rel=1e-4)
+    for (name, a), b in zip(alone.named_parameters(), both.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4, msg=name)
+    assert not multiprocessing.active_children() and "RANK" not in os.environ
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_training_to_be_run_again(tmp_path, data):
+    def kill_the_other(lines) -> bool:
+        if any(line.get("step", 0) == 2 for line in lines) and (others := multiprocessing.active_children()):
+            os.kill(others[0].pid, signal.SIGKILL)
+            time.sleep(0.2)
+        return False
+
+    with pytest.raises(TryAgain, match="training process 1 of 2 ended with exit code -9"):
+        run(tmp_path, *data, processes=2, should_stop=kill_the_other)
+    assert not multiprocessing.active_children()
+
+
+def test_as_many_processes_as_the_rows_of_a_step_can_be_shared_over(monkeypatch):
+    assert team.size(TrainSettings(device="cpu", accumulate=8)) == 1
+    assert team.size(TrainSettings(device="cpu", accumulate=8, processes=3)) == 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpus, accumulate, wanted in ((8, 8, 8), (8, 16, 8), (8, 4, 4), (8, 12, 6), (8, 1, 1), (2, 8, 2)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        assert team.size(TrainSettings(accumulate=accumulate)) == wanted
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert team.size(TrainSettings(accumulate=16)) == 1, "torchrun has started them"
+
+
+def test_more_processes_than_rows_are_refused(tmp_path, data):
+    with pytest.raises(MustFix, match=r"3 ranks cannot share 2 packed rows a step .train.accumulate"):
+        run(tmp_path, *data, processes=3)
