@@ -171,6 +171,11 @@ class TrainSettings(Section):
     rope_theta: float = Field(1e6, gt=0, description="Rope base from scratch; a warm start keeps its own, never the verifier's")
     norm_before_residual: bool = Field(True, description="Residual of the layer is the normed feature; learns clearly faster from scratch")
 
+    def processes_on(self, gpus: int) -> int:
+        """How many processes share a step on a machine with so many GPUs: `processes`, else the most its packed rows are shared evenly over."""
+        usable = 1 if self.device == "cpu" else max(1, gpus)
+        return self.processes or max(n for n in range(1, usable + 1) if self.accumulate % n == 0)
+
 
 class LiveSettings(Section):
     concurrencies: tuple[int, ...] = Field((), description="Requests in flight at once, for each a measurement of none and of the winner through the real server; empty measures nothing live")

@@ -52,13 +52,10 @@ class Work:
 
 
 def size(settings: TrainSettings) -> int:
-    """How many processes share a step: `train.processes`, else the most GPUs its packed rows can be shared evenly over."""
+    """How many processes this one starts or is among to share a step."""
     if "WORLD_SIZE" in os.environ:
         return 1  # they are there already
-    if settings.processes:
-        return settings.processes
-    gpus = torch.cuda.device_count() if settings.device != "cpu" and torch.cuda.is_available() else 1
-    return max(n for n in range(1, max(1, gpus) + 1) if settings.accumulate % n == 0)
+    return settings.processes_on(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 @contextlib.contextmanager

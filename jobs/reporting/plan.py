@@ -106,16 +106,17 @@ def plan(
     machine: Machine,
     *,
     verifier: VerifierSize | None = None,
-    train_gpus: int = 1,
+    train_gpus: int | None = None,
 ) -> Plan:
     """What a job takes on a machine.
 
     `rates` None takes the machine's own; a finished run's come from `machines.calibrate` (and
     `machines.transfer` for another machine). `verifier` None looks the model up among the known hub
     models; another one must be given (`VerifierSize.read`), else MustFix. `train_gpus` is how many GPUs
-    training uses. The price is the machine's own, else `rental.price_per_hour` if `rental.machine` names it.
+    training uses, None: as many as it takes on that machine. The price is the machine's own, else `rental.price_per_hour` if `rental.machine` names it.
     """
     verifier = verifier or verifier_size(settings)
+    train_gpus = train_gpus or settings.train.processes_on(machine.gpus)
     rates = for_verifier(rates or machine.rates, verifier)
     work = workload(
         settings, verifier, tokens_per_sample=rates.tokens_per_sample, response_share=rates.response_share
@@ -153,7 +154,7 @@ def verifier_size(settings: Settings) -> VerifierSize:
     )
 
 
-def for_all_machines(settings: Settings, ledger: Mapping[str, Any] | None = None, *, train_gpus: int = 1) -> list[Plan]:
+def for_all_machines(settings: Settings, ledger: Mapping[str, Any] | None = None, *, train_gpus: int | None = None) -> list[Plan]:
     """A plan for each machine type, that of `rental.machine` first; `ledger` is a finished run to calibrate by.
 
     MustFix if that run had another verifier or a machine the table does not know: its rates would say nothing.
