@@ -53,6 +53,7 @@ class TrainResult:
 
     steps: int
     tokens: int
+    processes: int
     bad_steps: int
     seconds: float  # of this process; less than the whole after a resume
     resumed_from: int | None
@@ -402,7 +403,7 @@ class _Run:
     def result(self, saved: checkpoint.Checkpoint | None) -> TrainResult:
         cut = self.plan.cut
         return TrainResult(
-            steps=self.step, tokens=self.tokens, bad_steps=self.bad_steps, seconds=time.perf_counter() - self.began,
+            steps=self.step, tokens=self.tokens, processes=self.ranks.world, bad_steps=self.bad_steps, seconds=time.perf_counter() - self.began,
             resumed_from=saved.step if saved else None, loss=self.last_loss, pieces=len(cut.pieces),
             split_samples=cut.split_samples, dropped_pieces=cut.dropped_pieces, dropped_rows=cut.dropped_rows,
             padding=self.plan.padding_share, checkpoint=checkpoint.name_of(self.step),

@@ -13,7 +13,10 @@ For B300 that gives 5,500 to 9,600 generated tokens/s; the projection says 5,000
 agree and the wider one is kept.
 
 How a training step is modelled: seconds = fixed + per_token x tokens; `fixed` is the optimizer and the
-launches, `per_token` the arithmetic. Fast and slow are two such lines.
+launches, `per_token` the arithmetic. Fast and slow are two such lines. Several GPUs sum their fp32
+gradients after the backward pass, in a ring: 2 (n - 1) / n of their bytes over the slowest link. Two
+H200 took 280 ms a step where one took 255: 14 ms of the 26 are that exchange, the rest is counted with
+it (NOTES.md), which is the low end of `exchange`.
 """
 
 import math
@@ -63,6 +66,7 @@ class Rates:
     step_fast: StepCost
     step_slow: StepCost
     disk: Range = Range(1e9, 6e9)  # bytes/s read or written; one to several NVMe drives, not measured
+    exchange: Range = Range(20e9, 50e9)  # bytes/s in a ring of GPUs; PCIe 5 x 16 through the host, not measured
     step_tokens: float = 4096.0  # the step size at which the two lines were measured
     verifier: VerifierSize = KIMI_K25
     tokens_per_sample: float | None = None
@@ -79,6 +83,10 @@ class Rates:
         ratio = flop / REFERENCE_FLOP
         times = sorted(step.seconds(tokens, rows, ratio) for step in (self.step_fast, self.step_slow))
         return Range(times[0] / self.spread, times[1] * self.spread)
+
+    def exchange_seconds(self, trained: float, gpus: int) -> Range:
+        """Seconds in which so many GPUs sum the fp32 gradients of so many parameters."""
+        return Range.exactly(2 * (gpus - 1) / gpus * 4 * trained).over(self.exchange)
 
     def per_second(self, rate: Range) -> Range:
         return Range(rate.low / self.spread, rate.high * self.spread)
@@ -110,10 +118,11 @@ def scaled(rate: float, ratio: float) -> Range:
 RTX_FLOPS, RTX_BANDWIDTH = 503.8, 1.792
 LOCAL_EXTRACT, LOCAL_GENERATE, LOCAL_LOAD = 2912.0, 1536.0, 22.5 * 60
 LOCAL_STEP_TOKENS, LOCAL_STEP_SECONDS = 503.0, 27.7 * 60 / 9500
-# H200, states in GPU memory, head of the real size: 55, 96 and 164 ms at 512, 2,048 and 4,096 tokens.
-H200_STEP = StepCost(fixed=0.028, per_token=33.2e-6)
-# The same card, SpecForge's own step: 131, 204 and 361 ms at 2,048, 4,096 and 8,192 tokens.
-H200_STEP_SLOW = StepCost(fixed=0.055, per_token=37.4e-6)
+# H200, states in GPU memory, head of the real size: 136 and 255 ms at 4,096 and 8,192 tokens (tests/benchmarks/training_rate.py).
+H200_STEP = StepCost(fixed=0.017, per_token=29.0e-6)
+# The same card, speculators' step: 55, 96 and 164 ms at 512, 2,048 and 4,096 tokens. What ours may fall back to on another card.
+H200_STEP_SLOW = StepCost(fixed=0.028, per_token=33.2e-6)
+NVLINK_EXCHANGE = Range(180e9, 340e9)  # two H200: 4.76 GB in 26 and in 14 ms
 RTX_PER_TOKEN = H200_STEP.per_token * 989 / RTX_FLOPS
 PROJECTED_STEPS = (10.0, 12.0)  # per second, one sample of about 503 tokens, for B300
 
@@ -137,8 +146,9 @@ H200_RATES = Rates(
     generate=scaled(LOCAL_GENERATE, 4.8 / RTX_BANDWIDTH),
     step_fast=H200_STEP,
     step_slow=H200_STEP_SLOW,
+    exchange=NVLINK_EXCHANGE,
     sources=(
-        "training step MEASURED on one H200 with states in GPU memory: speculators 0.4.0.1 (fast side), SpecForge (slow side)",
+        "training step MEASURED on one H200 with states in GPU memory: ours (fast side), speculators 0.4.0.1 (slow side); sum of gradients on two",
         "extraction and generation SCALED from 8 x RTX PRO 6000; engine start between the B300 projection's best and the local 22.5 min",
     ),
 )
@@ -148,6 +158,7 @@ B300_RATES = Rates(
     generate=Range(5000, 10000),
     step_fast=StepCost(H200_STEP.fixed * 4.8 / 8, H200_STEP.per_token * 989 / 2250),
     step_slow=StepCost(1 / PROJECTED_STEPS[0] - LOCAL_STEP_TOKENS * H200_STEP.per_token, H200_STEP.per_token),
+    exchange=Range(NVLINK_EXCHANGE.low, 2 * NVLINK_EXCHANGE.high),  # NVLink 5 has twice the H200's data sheet rate
     sources=(
         "PROJECTION for 8 x B300: engine start 15 to 18 min, extraction 8,000 to 15,000 tok/s, generation 5,000 to 10,000 tok/s",
         "training, slow side: the projection's 10 steps/s of 503 tokens, which is 1.5 to 2 times the local loop with its data wait; "
@@ -229,7 +240,7 @@ def calibrate(ledger: Mapping[str, Any], base: Rates) -> Rates:
     if generated:
         found |= _generation_rates(ledger, generated)
     if trained is not None:
-        found |= _training_rates(ledger, trained, base.verifier)
+        found |= _training_rates(ledger, trained, base)
     learned = ", ".join(sorted(set(found) - {"spread"})) or "nothing"
     sources = (f"MEASURED by the given run: {learned}", *base.sources)
     return replace(base, **found, sources=sources)
@@ -269,15 +280,18 @@ def _engine_start(ledger: Mapping[str, Any], extracted: bool) -> dict[str, Any]:
     return {"load_seconds": Range.exactly(seconds)} if seconds > 1 else {}
 
 
-def _training_rates(ledger: Mapping[str, Any], stage: figures.StageRow, verifier: VerifierSize) -> dict[str, Any]:
-    """The two bracketing lines through the one measured point (see RTX_RATES), brought to the reference head."""
+def _training_rates(ledger: Mapping[str, Any], stage: figures.StageRow, base: Rates) -> dict[str, Any]:
+    """The two bracketing lines through the one measured point (see RTX_RATES), of one GPU, brought to the reference head."""
     steps = figures.number(stage.counts.get("steps"))
     if not steps:
         return {}
     settings = Settings.model_validate(ledger.get("settings") or {})
-    tokens = settings.train.tokens_per_step * settings.train.accumulate
-    ratio = head_size(settings, verifier).train_flop(mean_ttt_steps(settings)) / REFERENCE_FLOP
+    gpus = int(figures.number(stage.counts.get("processes")) or 1)
+    tokens = settings.train.tokens_per_step * settings.train.accumulate / gpus
+    head = head_size(settings, base.verifier)
+    ratio = head.train_flop(mean_ttt_steps(settings)) / REFERENCE_FLOP
     seconds = stage.seconds / steps
+    seconds = max(seconds - base.exchange_seconds(head.trained, gpus).middle, seconds / 2) if gpus > 1 else seconds
     whole = seconds / (tokens * ratio)  # seconds a token if nothing were fixed
     arithmetic = min(H200_STEP.per_token, 0.9 * whole)
     return {

@@ -131,7 +131,7 @@ def _generate(name: str, settings: Settings, rates: Rates, tokens: Range, respon
 def _train(settings: Settings, rates: Rates, work: Workload, train_gpus: int) -> StagePlan:
     rows = max(1.0, settings.train.accumulate / train_gpus)
     flop = work.head.train_flop(mean_ttt_steps(settings))
-    step = rates.step_seconds(settings.train.tokens_per_step, rows, flop)
+    step = rates.step_seconds(settings.train.tokens_per_step, rows, flop) + rates.exchange_seconds(work.head.trained, train_gpus)
     arithmetic = Range(work.steps.low * step.low, work.steps.high * step.high)
     epochs = work.steps.high * settings.train.tokens_per_step * settings.train.accumulate / work.train_tokens.high
     # At best the states stay in the page cache after the first pass; at worst each epoch reads them again.

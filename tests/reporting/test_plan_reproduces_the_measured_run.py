@@ -10,7 +10,7 @@ from jobs.reporting.choices import samples_within
 from jobs.reporting.machines import B300_RATES, MACHINES, RTX_RATES, calibrate, machine_of, scaled
 from jobs.reporting.plan import for_all_machines, plan, render_plans
 from jobs.reporting.stage_times import over_link
-from jobs.reporting.workload import KIMI_K25, Range, head_size, hidden_bytes_per_token, workload
+from jobs.reporting.workload import KIMI_K25, REFERENCE_FLOP, Range, head_size, hidden_bytes_per_token, workload
 from jobs.settings import Settings, load
 
 LOCAL = MACHINES["8x-rtx-pro-6000"]
@@ -193,3 +193,13 @@ def test_every_shipped_job_has_a_plan_for_every_machine(job):
     assert "Longest pole" in text and "Assumptions" in text and "\x1b" not in text
     for planned in plans:
         assert json.loads(json.dumps(planned.as_dict()))["seconds"]["low"] > 0
+
+
+def test_the_training_step_of_one_and_two_h200_is_in_the_model():
+    """Measured with `tests/benchmarks/training_rate.py`: 136 and 255 ms at 4,096 and 8,192 tokens, 281 ms on two, the exchange alone 14 ms."""
+    rates, trained = MACHINES["8x-h200"].rates, 1.19e9
+    for tokens, seconds in ((4096, 0.1358), (8192, 0.2546)):
+        assert rates.step_seconds(tokens, 1, REFERENCE_FLOP).low == pytest.approx(seconds, rel=0.02)
+    exchange = rates.exchange_seconds(trained, 2)
+    assert exchange.low == pytest.approx(0.0139, rel=0.02) and exchange.high == pytest.approx(0.2807 - 0.2546, rel=0.03)
+    assert rates.exchange_seconds(trained, 1).high == 0
