@@ -302,6 +302,12 @@ def test_a_tokenizer_that_does_not_load(tmp_path):
     assert "does not load" in sentence and "restore its files" in sentence
 
 
+def test_a_verifier_that_does_not_fit(tmp_path):
+    """With a cache for one sequence of so many tokens; by how much it does not fit is said before anything is loaded."""
+    (sentence,) = looked(context(tmp_path, "verifier.max_model_len=1000000000"), "fits")
+    assert "The verifier does not fit" in sentence and "GB too little" in sentence and "max_model_len" in sentence
+
+
 def test_heads_for_another_verifier(tmp_path, served):
     """A folder, and a repository of the hub of which nothing but config.json is read."""
     head = tmp_path / "head"

@@ -13,6 +13,7 @@ from jobs.settings import Settings
 from jobs.stages import hub, push, standard
 from jobs.storage import bucket, saved_run
 from jobs.verifier.facts import VerifierFacts
+from jobs.verifier.fit import refuse_too_large
 from jobs.verifier.tiny import CHECKPOINT
 
 
@@ -55,12 +56,13 @@ def checkpoint_folder(settings: Settings) -> Path | None:
 
 
 def fits(context: Context) -> Iterator[str]:
-    """Settings, tokenizer and existing heads against the verifier; from the hub their config.json is enough."""
+    """Memory, settings, tokenizer and existing heads against the verifier; from the hub their config.json is enough."""
     settings = context.settings
     folder = checkpoint_folder(settings)
     if folder is not None:
         try:
             facts = VerifierFacts.read(folder)
+            refuse_too_large(folder, settings.verifier)
         except JobError as error:
             yield error.sentence()
             return
