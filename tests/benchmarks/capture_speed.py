@@ -1,6 +1,6 @@
 """Rates of two ways on the same machine: ours, and speculators' generator with its one file a sample.
 
-    python capture_speed.py make|ours|speculators|sampler WORK [tiny|smol|middle] [--sequences N] [--answer N] [--eager]
+    python capture_speed.py make|ours|speculators WORK [tiny|smol|middle] [--sequences N] [--answer N] [--eager]
 
 Each prints one line of JSON. Made for a GPU; with few sequences and `--eager` it also runs on a CPU.
 
@@ -198,41 +198,9 @@ def speculators(work: Path, model: Path, given: argparse.Namespace) -> dict:
     return {"start_s": round(started, 1), "seconds": [round(t, 2) for t in times], "rows": rows, "rows_per_s": round(rows / min(times))}
 
 
-def sampler(requests: int = 1024, vocabulary: int = 163840) -> dict:
-    """Milliseconds to draw a batch's tokens at the real vocabulary: vLLM's way with seeds, and ours, eager and fused."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-
-    from jobs.verifier.sampling import invert, nucleus
-
-    torch.manual_seed(0)
-    logits = torch.randn(requests, vocabulary, device="cuda") * 3.0
-    top_p, uniform = torch.full((requests,), 0.95, device="cuda"), torch.rand(requests, device="cuda")
-    generators = {i: torch.Generator("cuda") for i in range(requests)}
-    theirs, fused = TopKTopPSampler(), torch.compile(nucleus, dynamic=True)
-    ways = {
-        "vllm top_p and seeds": lambda: theirs.forward_native(logits.clone(), generators, None, top_p),
-        "vllm top_p": lambda: theirs.forward_native(logits.clone(), {}, None, top_p),
-        "vllm seeds": lambda: theirs.forward_native(logits.clone(), generators, None, None),
-        "ours eager": lambda: invert(nucleus(logits.softmax(dim=-1), top_p), uniform),
-        "ours fused": lambda: invert(fused(logits.softmax(dim=-1), top_p), uniform),
-    }
-    found = {}
-    for name, way in ways.items():
-        way()
-        torch.cuda.synchronize()
-        begun = time.monotonic()
-        for _ in range(5):
-            way()
-        torch.cuda.synchronize()
-        found[name] = round((time.monotonic() - begun) / 5 * 1000, 2)
-    return {"milliseconds": found, "requests": requests, "vocabulary": vocabulary, "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)}
-
-
 def main(given: argparse.Namespace) -> dict:
     given.work.mkdir(parents=True, exist_ok=True)
     model = CHECKPOINT if given.model == "tiny" else given.work.parent / given.model
-    if given.step == "sampler":
-        return sampler()
     if given.step == "make":
         return {"smol": smol, "middle": make}[given.model](model)
     return {"ours": ours, "speculators": speculators}[given.step](given.work, model, given)
@@ -240,7 +208,7 @@ def main(given: argparse.Namespace) -> dict:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("step", choices=["make", "ours", "speculators", "sampler"])
+    parser.add_argument("step", choices=["make", "ours", "speculators"])
     parser.add_argument("work", type=Path)
     parser.add_argument("model", nargs="?", default="middle", choices=["tiny", "smol", "middle"])
     parser.add_argument("--sequences", type=int, default=256)
