@@ -3,9 +3,7 @@
     python gpu_proof.py STEP WORK      prints one line of JSON; exit code 0 only if what it promises holds
 
 WORK is a folder shared by the steps: a later one reads the stores that an earlier one left. Started by
-test_capture_on_a_gpu.py, and by hand on a machine without pytest. In fp32 the rounding is that of TF32
-(Triton's matrix products); in bf16 an expert can change with the rounding, which moves a whole row, so
-medians and quantiles are compared there and a wrong row or layer shows in the median.
+test_capture_on_a_gpu.py, and by hand on a machine without pytest. What must hold is in LIMITS, with its reasons.
 """
 
 import json
@@ -33,7 +31,34 @@ from jobs.verifier.tiny import CHECKPOINT  # noqa: E402
 # Few graphs, so that a start is short; steps of up to 32 requests are replayed, larger ones compiled only.
 GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
 NARROW = (2, 5, 7)
-FP32, BF16 = 2e-2, 3e-2  # relative error of a row: the largest in fp32, the median in bf16
+
+# What must hold of the relative errors of rows (median, 99 %), by the verifier's type: about three times what an H200
+# gave for 21,444 rows, in brackets. `again` compares two passes over the same tokens: prefill with decoding, two GPUs
+# with one.
+#
+# Rounding moves every row a little, so the medians say whether states are right at all; in fp32 it is the rounding of
+# TF32 (Triton's matrix products). Where two experts are nearly tied it chooses between them, and such a row is moved by
+# as much as another layer would move it (up to 0.41, final states 0.58): one row in a hundred may be, and how far is not
+# limited. So that these are not rows of other samples, the log-probability of every response row must fit its state
+# (the largest difference): both come from one forward pass, whichever experts were chosen in it.
+LIMITS = {
+    "bfloat16": {
+        "taps": (2e-2, 0.25),  # (6.5e-3, 8.0e-2)
+        "final": (4e-2, 0.5),  # (1.3e-2, 0.16): the taps lie before the last layers
+        "taps again": (1e-2, 3e-2),  # (0, 1.0e-2)
+        "final again": (1e-2, 6e-2),  # (0, 1.7e-2)
+        "logprob": 0.25,  # (7.4e-2); the limit of the gate in a run
+    },
+    "float32": {
+        "taps": (2.5e-3, 7e-3),  # (7.6e-4, 2.1e-3)
+        "final": (3e-3, 4e-2),  # (1.0e-3, 1.2e-2)
+        "taps again": (5e-4, 2e-3),  # (0, 5.8e-4); two GPUs against one (1.7e-4, 6.1e-4)
+        "final again": (1.3e-3, 9e-3),  # (0, 9.2e-4); two GPUs against one (4.2e-4, 2.9e-3)
+        "logprob": 1e-3,  # (1.0e-5); the limit of the gate in a run
+    },
+}
+# Taps one layer off have a median of 0.334, fifty times that of bf16: rounding and a wrong layer cannot be confused.
+ONE_LAYER_OFF = 0.15
 
 
 def start(dtype: str, *, model: Path = CHECKPOINT, taps: tuple[int, ...] = TAPS, eager: bool = False, tensor_parallel: int = 1, **arguments) -> VerifierEngine:
@@ -91,10 +116,11 @@ def against_reference(store: StateStore, most: int = 200) -> dict:
     return {"samples": len(ids), "taps": summary(taps), "final": summary(final), "one_layer_off": summary(shifted), "logprob": summary(logprob)}
 
 
-def holds(found: dict, dtype: str) -> bool:
-    kind, limit = ("max", FP32) if dtype == "float32" else ("median", BF16)
-    exact = found["taps"][kind] < limit and found["final"][kind] < limit and found["logprob"]["p99"] < 0.1
-    return exact and found["one_layer_off"]["median"] > 5 * found["taps"]["median"]
+def holds(found: dict, again: dict, dtype: str) -> bool:
+    """found: of `against_reference`; again: of `prefilled`."""
+    limits, seen = LIMITS[dtype], {name: found[name] for name in ("taps", "final")} | {f"{name} again": again[name] for name in ("taps", "final")}
+    close = all(seen[name]["median"] < limits[name][0] and seen[name]["p99"] < limits[name][1] for name in seen)
+    return close and found["logprob"]["max"] < limits["logprob"] and found["one_layer_off"]["median"] > ONE_LAYER_OFF
 
 
 def prefilled(engine: VerifierEngine, folder: Path, store: StateStore, taps: tuple[int, ...] = TAPS) -> dict:
@@ -117,8 +143,7 @@ def decode(work: Path, name: str, dtype: str, count: int = 200, **options) -> tu
     prefill = prefilled(engine, work / f"{name}-prefill", store, taps)
     engine.close()
     found = against_reference(store, 200 if count > 100 else count)
-    kind, limit = ("max", 2 * FP32) if dtype == "float32" else ("median", BF16)
-    good = holds(found, dtype) and prefill["taps"][kind] < limit and len(store.ids()) == count
+    good = holds(found, prefill, dtype) and len(store.ids()) == count
     return good, {"start_s": round(started, 1), "decode_s": round(seconds, 1), **facts, **found, "prefill_against_decode": prefill}
 
 
@@ -152,8 +177,7 @@ def tensor_parallel(work: Path, name: str, eager: bool = True, **arguments) -> t
     facts = facts_of(engine)
     engine.close()
     found = against_reference(store, 64)
-    kind, limit = ("max", 2 * FP32) if dtype == "float32" else ("median", BF16)
-    return holds(found, dtype) and prefill["taps"][kind] < limit, {"dtype": dtype, **facts, "against_one_gpu": prefill, **found}
+    return holds(found, prefill, dtype), {"dtype": dtype, **facts, "against_one_gpu": prefill, **found}
 
 
 def llama(work: Path) -> tuple[bool, dict]:
