@@ -18,7 +18,7 @@ from torch import Tensor
 from jobs.errors import MustFix
 from jobs.storage.extents import INDEX, Extent, first_gap, pieces, read_index, resolve
 from jobs.storage.responses import RESPONSES, Response, scan_responses
-from jobs.storage.shards import MappedShard, Rows, ShardPlan, StateLayout, checksum, dequantize, shard_name
+from jobs.storage.shards import MappedShard, Rows, ShardPlan, StateLayout, checksum, dequantize, raw, shard_name
 
 # Largest difference between a stored log-probability and one recomputed from the stored `final`: the
 # engine rounds its logits to its own type, and an FP8 store rounds `final` besides.
@@ -215,7 +215,7 @@ class StateStore:
             return error.sentence().rstrip(".")
         if len(rows["logprob"]) != extent.rows:
             return "the rows lie outside the shard"
-        if checksum(rows) != extent.xxh3:
+        if checksum({name: [piece] for name, piece in raw(rows).items()}) != extent.xxh3:
             return "the checksum of the rows is wrong"
         names = ("taps_scale", "final_scale") if self.layout.is_fp8 else ("taps", "final")
         if not all(_finite(rows[name]) for name in names):

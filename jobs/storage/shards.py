@@ -23,10 +23,11 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -45,6 +46,9 @@ _SAFETENSORS_NAMES = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8
 _TORCH_TYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8_e4m3fn": torch.float8_e4m3fn}
 
 Rows = dict[str, Tensor]  # tensor name -> [r, ...] of one extent, encoded as stored
+RawRows = dict[str, list[np.ndarray]]  # the same as bytes: tensor name -> pieces [r, bytes of a row] that follow each other
+QUANTIZED_AT_ONCE = 1024  # rows: their fp32 copies are held for a moment, on a GPU beside the verifier
+WRITTEN_AT_ONCE = 1024  # pieces: IOV_MAX of Linux
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,13 @@ class StateLayout:
             "final": (self.torch_dtype, wide[1:]),
         }
 
+    def strides(self) -> dict[str, int]:
+        """Name -> bytes of one row, in file order."""
+        return {name: dtype.itemsize * _elements(shape) for name, (dtype, shape) in self.tensors().items()}
+
     @property
     def row_bytes(self) -> int:
-        return sum(dtype.itemsize * _elements(shape) for dtype, shape in self.tensors().values())
+        return sum(self.strides().values())
 
     def capacity(self, shard_bytes: int) -> int:
         """Rows of a shard of about `shard_bytes`."""
@@ -150,27 +158,32 @@ def dequantize(stored: Tensor, scale: Tensor) -> Tensor:
 
 
 def encode(layout: StateLayout, taps: Tensor, final: Tensor, logprob: Tensor) -> Rows:
-    """Rows as stored: taps [r, T, H], final [r, H], logprob [r] -> one contiguous CPU tensor a name."""
+    """Rows as stored: taps [r, T, H], final [r, H], logprob [r] -> one contiguous tensor a name, on the device they are on."""
     rows: Rows = {"logprob": logprob.float().contiguous()}
     if layout.is_fp8:
-        rows["taps"], rows["taps_scale"] = quantize(taps)  # [r, T, H], [r, T]
-        rows["final"], rows["final_scale"] = quantize(final)  # [r, H], [r]
+        for name, wide in (("taps", taps), ("final", final)):
+            stored, scales = zip(*(quantize(part) for part in wide.split(QUANTIZED_AT_ONCE)), strict=True)
+            # As bytes: not every operation knows the type on every device.
+            rows[name] = torch.cat([part.view(torch.uint8) for part in stored]).view(layout.torch_dtype)  # [r, (T,) H]
+            rows[f"{name}_scale"] = torch.cat(scales)  # [r, (T)]
     else:
         rows["taps"] = taps.to(layout.torch_dtype).contiguous()
         rows["final"] = final.to(layout.torch_dtype).contiguous()
     return {name: rows[name] for name in layout.tensors()}
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's bytes without a copy; numpy has neither bf16 nor fp8, so it is viewed as uint8."""
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+def raw(rows: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """The bytes of CPU tensors [r, ...], without a copy: [r, bytes of a row]. numpy has neither bf16 nor fp8."""
+    flat = {name: tensor.detach().contiguous().reshape(len(tensor), -1) for name, tensor in rows.items()}
+    return {name: tensor.view(torch.uint8).numpy() for name, tensor in flat.items()}
 
 
-def checksum(rows: Mapping[str, Tensor]) -> str:
+def checksum(rows: Mapping[str, Sequence[np.ndarray]]) -> str:
     """xxh3 (64 bit, hex) of an extent's bytes: its rows of every tensor, in file order."""
     digest = xxhash.xxh3_64()
-    for tensor in rows.values():
-        digest.update(_bytes_of(tensor))
+    for pieces in rows.values():
+        for piece in pieces:
+            digest.update(piece)
     return digest.hexdigest()
 
 
@@ -251,38 +264,58 @@ class ShardPlan:
 
 
 class ShardFile:
-    """An open shard for writing rows."""
+    """A shard for writing rows. It is open only from a write or a read to the next `sync`: a store has thousands."""
 
     def __init__(self, plan: ShardPlan, layout: StateLayout):
-        self.plan, self.dirty = plan, False
-        self._tensors = layout.tensors()
-        self._strides = {name: dtype.itemsize * _elements(shape) for name, (dtype, shape) in self._tensors.items()}
-        self._descriptor = os.open(plan.path, os.O_RDWR | os.O_CLOEXEC)
+        self.plan, self._dirty = plan, False
+        self._tensors, self._strides = layout.tensors(), layout.strides()
+        self._open_descriptor = -1
 
-    def write(self, first_row: int, rows: Rows) -> None:
+    def _descriptor(self) -> int:
+        if self._open_descriptor < 0:
+            self._open_descriptor = os.open(self.plan.path, os.O_RDWR | os.O_CLOEXEC)
+        return self._open_descriptor
+
+    def _place(self, name: str, row: int) -> int:
+        return self.plan.data_start + self.plan.offsets[name] + row * self._strides[name]
+
+    def write(self, first_row: int, rows: Mapping[str, Sequence[np.ndarray]]) -> None:
         with disk_full_named(self.plan.path):
-            for name, tensor in rows.items():
-                place = self.plan.data_start + self.plan.offsets[name] + first_row * self._strides[name]
-                self.dirty = True
-                write_all(self._descriptor, _bytes_of(tensor), place)
+            for name, pieces in rows.items():
+                self._dirty = True
+                _write_pieces(self._descriptor(), pieces, self._place(name, first_row))
 
     def read(self, row: int) -> Rows:
         """One row [1, ...] of every tensor, as a reader of the file would find it."""
         found: Rows = {}
         for name, (dtype, shape) in self._tensors.items():
-            place = self.plan.data_start + self.plan.offsets[name] + row * self._strides[name]
-            read = bytearray(os.pread(self._descriptor, self._strides[name], place))
+            read = bytearray(os.pread(self._descriptor(), self._strides[name], self._place(name, row)))
             found[name] = torch.frombuffer(read, dtype=dtype).view(1, *shape)
         return found
 
     def sync(self) -> None:
-        if self.dirty:
+        if self._dirty:
             with disk_full_named(self.plan.path):
-                os.fdatasync(self._descriptor)
-            self.dirty = False
+                os.fdatasync(self._descriptor())
+            self._dirty = False
+        self.close()
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        if self._open_descriptor >= 0:
+            os.close(self._open_descriptor)
+            self._open_descriptor = -1
+
+
+def _write_pieces(descriptor: int, pieces: Sequence[np.ndarray], place: int) -> None:
+    """Write pieces one behind the other; one call may write less than it was given."""
+    left = [memoryview(piece).cast("B") for piece in pieces]
+    while left:
+        written = os.pwritev(descriptor, left[:WRITTEN_AT_ONCE], place)
+        place += written
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
 
 
 class MappedShard:

@@ -1,27 +1,38 @@
 """Writing a state store: buffers rows a sample, places them in shards, names them in the index.
 
 Decision: rows are written while answers are being decoded, in runs of at least `extent_rows`, so memory
-holds at most that many rows of each running request. A run lies in one shard. Free rows are reused
+holds at most that many rows of each running request; where all of them are more than the memory set aside
+(row_pages.py), the longest are written earlier. A run lies in one shard. Free rows are reused
 first-fit, and only rows that no committed sample needs are ever free, so nothing that a reader may
 read is written twice.
+
+Writes happen at once, or behind the caller's back in their order (`write_behind`). The order is what makes
+the second as safe as the first: rows given back and taken again are written by the later owner last, the
+index line of an extent follows its rows, and a sync follows both.
 """
 
 import contextlib
 import dataclasses
+import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from jobs.errors import JobError, MustFix
-from jobs.storage.extents import INDEX, Extent, first_gap, read_index, resolve
+from jobs.errors import JobError
+from jobs.storage.disk_thread import DiskThread
+from jobs.storage.extents import INDEX, Extent, first_gap, resolve
 from jobs.storage.files import LineLog, held
-from jobs.storage.responses import RESPONSES, scan_responses
+from jobs.storage.free_rows import FreeRows, FreeRun
+from jobs.storage.recovery import committed_extents, settle_layout
+from jobs.storage.row_pages import LIMIT_BYTES, RowPages
 from jobs.storage.shards import (
-    STORE,
+    RawRows,
     Rows,
     ShardFile,
     ShardPlan,
@@ -30,30 +41,36 @@ from jobs.storage.shards import (
     create_shard,
     dequantize,
     encode,
+    raw,
     shard_name,
 )
+
+# Bytes of long runs that are written behind from the caller's own memory, at most at once.
+UNBUFFERED_BYTES = 1 << 30
 
 
 class StateGap(JobError):
     """A sample lacks a row: the capture lost it, and no training may see a shifted sequence."""
 
 
+class Run(NamedTuple):
+    """Rows first .. first+rows-1 of what is given together: positions `position ..` of one sample."""
+
+    sample: str
+    position: int
+    first: int
+    rows: int
+
+
 @dataclass
 class _Pending:
-    """A sample being decoded: what is written of it, and its buffered rows from position `start` on."""
+    """A sample being decoded: what is written of it, and `buffered` rows in `pages` from position `start` on."""
 
     extents: list[Extent] = field(default_factory=list)
-    chunks: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
     start: int = 0
     buffered: int = 0
     finished_rows: int | None = None
-
-
-@dataclass(frozen=True)
-class _FreeRows:
-    shard: int
-    row: int
-    rows: int
 
 
 class StateWriter:
@@ -61,51 +78,61 @@ class StateWriter:
 
     Opening an existing folder continues it. Another layout, a held lock or a committed sample whose rows
     are gone is a MustFix; so is a full disk at any later call, and the store stays consistent then.
+    memory_bytes: the most that buffered rows take.
     """
 
-    def __init__(self, folder: Path, layout: StateLayout, *, shard_bytes: int = 1 << 30, extent_rows: int = 256):
+    def __init__(self, folder: Path, layout: StateLayout, *, shard_bytes: int = 1 << 30, extent_rows: int = 256, memory_bytes: int = LIMIT_BYTES):
         self.folder, self.layout, self.extent_rows = Path(folder), layout, max(1, extent_rows)
         self._capacity = layout.capacity(shard_bytes)
         self._lock, self._closed = threading.RLock(), False
+        self._written = threading.Condition(self._lock)  # told when memory is free again
         self._pending: dict[str, _Pending] = {}
+        self._pages = RowPages(layout.strides(), self.extent_rows, memory_bytes)
+        self._buffering: dict[str, _Pending] = {}  # those of the pending that have pages
+        self._pages_behind = self._bytes_behind = 0  # given to the disk thread, not yet written
+        self._disk: DiskThread | None = None
         self._shards: dict[int, ShardFile] = {}
         self.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             stack.enter_context(held(self.folder / "writer.lock", what="this state store"))
-            self._settle_layout()
+            settle_layout(self.folder, layout)
             self._index = LineLog(self.folder / INDEX)
             stack.callback(self._index.close)
             stack.callback(self._close_shards)
-            self._committed, live = self._recover()
-            self._free = self._free_rows(live)
+            self._committed, live = committed_extents(self.folder)
+            self._free = self._open_shards(live)
             self._open = stack.pop_all()
 
+    def write_behind(self) -> None:
+        """Write in a thread from now on. What fails there is raised by later calls, and nothing is written after it."""
+        self._disk = self._disk or DiskThread(self._sync)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What a write behind failed with."""
+        return self._disk and self._disk.failure
+
     def append(self, sample_id: str, first_position: int, taps: Tensor, final: Tensor, logprob: Tensor) -> None:
-        """Take rows of positions first_position, first_position + 1, …; copied, so the caller's memory is free again.
+        """Take rows of positions first_position, first_position + 1, …
 
         taps [r, T, H], final [r, H] (after the verifier's last norm), logprob [r] fp32; CPU tensors. Rows are
         buffered until `extent_rows` of them follow each other; positions that come again replace earlier ones.
+        The caller's memory is free again, unless it is written behind.
         """
         rows = self._check_shapes(sample_id, first_position, taps, final, logprob)
+        self.append_stored(encode(self.layout, taps, final, logprob), [Run(sample_id, first_position, 0, rows)])
+
+    def append_stored(self, rows: Rows, runs: Iterable[Run]) -> None:
+        """`append` for many samples at once: `rows` as `encode` makes them, of which each run takes its own."""
+        if not len(rows["logprob"]):
+            return
+        source = raw(rows)
         with self._lock:
-            sample = self._sample(sample_id, first_position, rows)
-            if sample is None or rows == 0:
-                return
-            if sample.buffered and first_position != sample.start + sample.buffered:
-                self._flush(sample_id, sample)  # computed again after a preemption, or a gap `finish` will name
-            if not sample.buffered:
-                sample.start = first_position
-            store_as = taps.dtype if self.layout.is_fp8 else self.layout.torch_dtype  # FP8 is made per extent
-            sample.chunks.append(
-                (
-                    taps.detach().to(store_as, copy=True),  # [r, T, H]
-                    final.detach().to(store_as, copy=True),  # [r, H]
-                    logprob.detach().to(torch.float32, copy=True),  # [r]
-                )
-            )
-            sample.buffered += rows
-            if sample.buffered >= self.extent_rows:
-                self._flush(sample_id, sample)
+            self._raise_failure()
+            with self._pages.copying(source):
+                for run in runs:
+                    self._take_in(source, run)
+            self._write_early(len(rows["logprob"]))
 
     def finish(self, sample_id: str, tokens: int) -> None:
         """The sample has `tokens` tokens in all: write what is buffered; rows from position tokens - 1 on are dropped.
@@ -114,6 +141,7 @@ class StateWriter:
         """
         length = max(tokens - 1, 0)
         with self._lock:
+            self._raise_failure()
             self._refuse_committed(sample_id)
             sample = self._pending.setdefault(sample_id, _Pending())
             self._flush(sample_id, sample, end=length)
@@ -152,21 +180,35 @@ class StateWriter:
             self._refuse_committed(sample_id)
             sample = self._pending.pop(sample_id, None)
             if sample and sample.finished_rows is None:
+                self._pages.give_back(sample.pages)
+                self._buffering.pop(sample_id, None)
                 self._release(sample.extents)
 
     def sync(self) -> None:
         """Make everything written durable: the rows first, then the index lines that speak of them."""
-        with self._lock:
-            for shard in self._shards.values():
-                shard.sync()
-            self._index.sync()
+        if self._disk is None:
+            self._sync()
+            return
+        self._disk.join()
+        self._raise_failure()
+
+    def sync_then(self, then: Callable[[], None]) -> None:
+        """Call `then` once everything given so far is durable: in the disk thread, or before this returns."""
+        if self._disk is not None:
+            self._disk.sync_then(then)
+            return
+        self._sync()
+        then()
 
     def close(self) -> None:
         """Sync and let go of the folder. Samples that were not finished are forgotten."""
+        if self._disk is not None:
+            self._disk.close()  # without the lock: what is still to be written needs it
         with self._lock, self._open:
             if not self._closed:
-                self.sync()
-            self._closed = True
+                self._closed = True
+                self._raise_failure()
+                self._sync()
 
     def __enter__(self) -> "StateWriter":
         return self
@@ -174,62 +216,13 @@ class StateWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- opening ---------------------------------------------------------------------------------------
+    # -- shards ----------------------------------------------------------------------------------------
 
-    def _settle_layout(self) -> None:
-        for leftover in self.folder.glob("shard-*.safetensors.partial"):
-            leftover.unlink()
-        if not (self.folder / STORE).exists():
-            if (self.folder / INDEX).exists():
-                raise MustFix("The store's description is missing", where=str(self.folder), remedy=f"restore {STORE}")
-            self.layout.save(self.folder)
-            return
-        there = StateLayout.load(self.folder)
-        ours, theirs = dataclasses.asdict(self.layout), dataclasses.asdict(there)
-        differing = [f"{key} {theirs[key]!r} instead of {ours[key]!r}" for key in ours if ours[key] != theirs[key]]
-        if differing:
-            raise MustFix(
-                f"The store was written with {', '.join(differing)}",
-                where=str(self.folder),
-                remedy="use the settings it was written with, or another run directory",
-            )
-
-    def _recover(self) -> tuple[dict[str, int], list[Extent]]:
-        """(rows of each committed sample, the extents committed samples consist of)."""
-        committed = {response.id: response.rows for _, _, response in scan_responses(self.folder / RESPONSES)}
-        extents: dict[str, list[Extent]] = {sample_id: [] for sample_id in committed}
-        for extent in read_index(self.folder / INDEX):
-            if extent.sample in extents:
-                extents[extent.sample].append(extent)
-        live: list[Extent] = []
-        for sample_id, rows in committed.items():
-            gap = first_gap(extents[sample_id], rows)
-            if gap is not None:
-                raise MustFix(
-                    f"Sample {sample_id} is committed, but has no hidden state at position {gap} of {rows}",
-                    where=str(self.folder),
-                    remedy="restore the store from a copy, or generate the split again in an empty folder",
-                )
-            live += [extent for extent, _, _ in resolve(extents[sample_id], rows)]
-        return committed, live
-
-    def _free_rows(self, live: list[Extent]) -> list[_FreeRows]:
-        """Rows of the existing shards that no committed sample needs, in order; opens the shards."""
-        free: list[_FreeRows] = []
-        by_shard: dict[int, list[Extent]] = {}
-        for extent in live:
-            by_shard.setdefault(extent.shard, []).append(extent)
+    def _open_shards(self, live: list[Extent]) -> FreeRows:
+        """Open the existing shards; returns their rows that no committed sample needs."""
         count = len(list(self.folder.glob("shard-*.safetensors")))
-        for number in range(max([count, *(shard + 1 for shard in by_shard)])):
-            plan = self._open_shard(number)
-            row = 0
-            for extent in sorted(by_shard.get(number, []), key=lambda extent: extent.row):
-                if extent.row > row:
-                    free.append(_FreeRows(number, row, extent.row - row))
-                row = max(row, extent.row + extent.rows)
-            if row < plan.capacity:
-                free.append(_FreeRows(number, row, plan.capacity - row))
-        return free
+        shards = range(max([count, *(extent.shard + 1 for extent in live)]))
+        return FreeRows.between(live, [self._open_shard(number).capacity for number in shards])
 
     def _open_shard(self, number: int) -> ShardPlan:
         plan = ShardPlan.read(self.folder / shard_name(number), self.layout)
@@ -270,62 +263,133 @@ class StateWriter:
         if sample_id in self._committed:
             raise JobError(f"Sample {sample_id} is already committed", where=str(self.folder))
 
+    def _take_in(self, source: dict[str, np.ndarray], run: Run) -> None:
+        """Buffer a run; what fills an extent is written, a run as long as one from the caller's memory."""
+        sample_id, position, first, rows = run
+        sample = self._sample(sample_id, position, rows)
+        if sample is None:
+            return
+        if sample.buffered and position != sample.start + sample.buffered:
+            self._flush(sample_id, sample)  # computed again after a preemption, or a gap `finish` will name
+        while rows:
+            if not sample.buffered:
+                sample.start = position
+                if rows >= self.extent_rows:
+                    self._write_unbuffered(sample_id, sample, Run(sample_id, position, first, rows), source)
+                    return
+            taken = self._buffer(sample_id, sample, first, rows)
+            position, first, rows = position + taken, first + taken, rows - taken
+            if sample.buffered >= self.extent_rows:
+                self._flush(sample_id, sample)
+
+    def _buffer(self, sample_id: str, sample: _Pending, first: int, rows: int) -> int:
+        """Give up to `rows` rows their place in the sample's last page; returns how many."""
+        if sample.buffered == len(sample.pages) * self._pages.page_rows:
+            page = self._take_page()  # may write this very sample, which begins its pages anew
+            sample.pages.append(page)
+            self._buffering[sample_id] = sample
+        taken = self._pages.copy_later(sample.pages, sample.buffered, first, min(rows, self.extent_rows - sample.buffered))
+        sample.buffered += taken
+        return taken
+
+    def _take_page(self) -> int:
+        """A page; where there is none, one that is being written, else one of the longest buffered run."""
+        while (page := self._pages.take()) is None:
+            if self._pages_behind:
+                self._written.wait()  # lets go of the lock
+                self._raise_failure()
+            else:
+                self._flush(*max(self._buffering.items(), key=lambda item: item[1].buffered))
+        return page
+
+    def _write_early(self, rows: int) -> None:
+        """With more than half of the memory in use write as much as came, the longest runs first, so that it never stops."""
+        pages = -(-rows // self._pages.page_rows)
+        if self._pages.used * 2 <= self._pages.count or self._pages_behind >= pages:
+            return
+        for sample_id, sample in sorted(self._buffering.items(), key=lambda item: -item[1].buffered):
+            if self._pages.used * 2 <= self._pages.count or self._pages_behind >= pages:
+                break
+            self._flush(sample_id, sample)
+
     def _flush(self, sample_id: str, sample: _Pending, *, end: int | None = None) -> None:
         """Write the buffered rows before position `end`; the buffer is emptied only once all of it is written."""
-        rows = sample.buffered if end is None else min(sample.buffered, max(end - sample.start, 0))
+        self._pages.copy_now()
+        rows, pages = sample.buffered if end is None else min(sample.buffered, max(end - sample.start, 0)), sample.pages
         if rows:
-            taps, final, logprob = (torch.cat(parts)[:rows] for parts in zip(*sample.chunks, strict=True))
-            encoded = encode(self.layout, taps, final, logprob)
-            written: list[Extent] = []
-            try:
-                done = 0
-                while done < rows:
-                    place = self._take_rows(rows - done)
-                    part = {name: tensor[done : done + place.rows] for name, tensor in encoded.items()}
-                    written.append(self._write_extent(sample_id, sample.start + done, place, part))
-                    done += place.rows
-            except BaseException:
-                self._release(written)  # their index lines stay: replaced as soon as the rows are written again
-                raise
-            sample.extents += written
-        sample.chunks, sample.buffered = [], 0
+            self._write(sample_id, sample, sample.start, rows, functools.partial(self._pages.rows, pages))
+        if not pages:
+            return
+        sample.start, sample.buffered, sample.pages = sample.start + sample.buffered, 0, []
+        del self._buffering[sample_id]
+        self._pages_behind += len(pages)
+        self._run(functools.partial(self._have_written, pages, 0), always=True)
 
-    def _write_extent(self, sample_id: str, position: int, place: _FreeRows, rows: Rows) -> Extent:
-        extent = Extent(sample_id, place.shard, place.row, position, place.rows, checksum(rows))
+    def _write_unbuffered(self, sample_id: str, sample: _Pending, run: Run, source: dict[str, np.ndarray]) -> None:
+        size = run.rows * self.layout.row_bytes
+        while self._bytes_behind and self._bytes_behind + size > UNBUFFERED_BYTES:
+            self._written.wait()
+            self._raise_failure()
+
+        def rows(first: int, count: int) -> RawRows:
+            begin = run.first + first
+            return {name: [piece[begin : begin + count]] for name, piece in source.items()}
+
+        self._write(sample_id, sample, run.position, run.rows, rows)
+        self._bytes_behind += size
+        self._run(functools.partial(self._have_written, [], size), always=True)
+
+    def _have_written(self, pages: list[int], size: int) -> None:
+        with self._lock:
+            self._pages.give_back(pages)
+            self._pages_behind -= len(pages)
+            self._bytes_behind -= size
+            self._written.notify_all()
+
+    def _write(self, sample_id: str, sample: _Pending, position: int, rows: int, found: Callable[[int, int], RawRows]) -> None:
+        """Place `rows` rows and have them written; `found(first, count)` are some of them."""
+        written: list[Extent] = []
         try:
-            self._shards[place.shard].write(place.row, rows)
-            self._index.append(extent.line())
+            done = 0
+            while done < rows:
+                place = self._take_rows(rows - done)
+                written.append(Extent(sample_id, place.shard, place.row, position + done, place.rows, xxh3=""))  # known when written
+                self._run(functools.partial(self._write_extent, self._shards[place.shard], written[-1], found(done, place.rows)))
+                done += place.rows
         except BaseException:
-            self._release([extent])
+            self._release(written)  # their index lines stay: replaced as soon as the rows are written again
             raise
-        return extent
+        sample.extents += written
 
-    def _take_rows(self, rows: int) -> _FreeRows:
-        """Up to `rows` rows in one shard: the first free run that holds all, else one of at least `extent_rows`."""
-        fitting = next((run for run in self._free if run.rows >= rows), None)
-        run = fitting or next((run for run in self._free if run.rows >= self.extent_rows), None)
+    def _write_extent(self, shard: ShardFile, extent: Extent, rows: RawRows) -> None:
+        shard.write(extent.row, rows)
+        self._index.append(dataclasses.replace(extent, xxh3=checksum(rows)).line())
+
+    def _run(self, job: Callable[[], None], always: bool = False) -> None:
+        """Now, or in its turn in the disk thread."""
+        if self._disk is None:
+            job()
+        else:
+            self._disk.run(job, always)
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _sync(self) -> None:
+        for shard in list(self._shards.values()):
+            shard.sync()
+        self._index.sync()
+
+    def _take_rows(self, rows: int) -> FreeRun:
+        """Up to `rows` rows in one shard, of a new one where the others are full."""
+        run = self._free.take(rows, self.extent_rows)
         if run is None:
             number = len(self._shards)
             create_shard(self.folder, number, self.layout, self._capacity)
-            run = _FreeRows(number, 0, self._open_shard(number).capacity)
-            self._free.append(run)
-        taken = min(rows, run.rows)
-        at = self._free.index(run)
-        left = [_FreeRows(run.shard, run.row + taken, run.rows - taken)] if taken < run.rows else []
-        self._free[at : at + 1] = left
-        return _FreeRows(run.shard, run.row, taken)
+            self._free.give_back([FreeRun(number, 0, self._open_shard(number).capacity)])
+            run = self._free.take(rows, self.extent_rows)
+        return run
 
     def _release(self, extents: Iterable[Extent]) -> None:
-        """Give rows back, joined with their free neighbours."""
-        runs = sorted(
-            [*self._free, *(_FreeRows(extent.shard, extent.row, extent.rows) for extent in extents)],
-            key=lambda run: (run.shard, run.row),
-        )
-        joined: list[_FreeRows] = []
-        for run in runs:
-            last = joined[-1] if joined else None
-            if last and last.shard == run.shard and last.row + last.rows == run.row:
-                joined[-1] = _FreeRows(last.shard, last.row, last.rows + run.rows)
-            else:
-                joined.append(run)
-        self._free = joined
+        self._free.give_back([FreeRun(extent.shard, extent.row, extent.rows) for extent in extents])

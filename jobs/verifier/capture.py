@@ -30,6 +30,7 @@ import torch
 
 from jobs.errors import EXIT_MUST_FIX, EXIT_TRY_AGAIN, JobError, MustFix, TryAgain
 from jobs.storage.reader import LOGPROB_TOLERANCE
+from jobs.storage.shards import encode
 from jobs.storage.states import StateLayout, StateWriter
 from jobs.verifier.state_thread import Ended, Span, Step, StoreThread
 
@@ -112,11 +113,12 @@ class Capture:
             return None
         tensors = output.logprobs_tensors
         sampled = output.sampled_token_ids  # [B, 1 + drafts]
+        taps = torch.stack([state.aux_hidden_states[places[k]][:rows] for k in self.keep], dim=1)  # [R, T, H]
+        final = state.hidden_states[:rows].clone()  # [R, H]
         return Step(
             spans=spans,
-            taps=torch.stack([state.aux_hidden_states[places[k]][:rows] for k in self.keep], dim=1),  # [R, T, H]
-            final=state.hidden_states[:rows].clone(),  # [R, H]
-            logprob=logprob,
+            # FP8 is made here, on the device: it does so in no time, and half the bytes go to the host.
+            rows=encode(self.sink.writer.layout, taps, final, logprob),
             sampled_logprob=None if tensors is None else tensors.logprobs[:, 0].reshape(sampled.shape).float().clone(),
             sampled_ids=sampled.clone() if sampled.shape[1] > 1 else None,
         )

@@ -1,9 +1,9 @@
-"""From the compute stream to the state store: host copies on a side stream, a writer thread, few calls.
+"""From the compute stream to the state store: host copies on a side stream, a thread that takes in, one that writes.
 
-Decision: the worker's main thread only copies and queues; splitting rows by sample and writing them
-happens in one thread. A decode step has one row a request, and a store call a row would cost a
-thousand Python calls a step, so the rows of some steps are held and handed over together. The queue
-is short and `put` waits when it is full: a slow disk slows the engine down instead of filling memory.
+Decision: the worker's main thread only copies and queues. One thread gives the rows of a step to the store,
+which copies them once, all samples together, to where each sample's rows are gathered; the store's own thread
+(disk_thread.py) writes what is gathered. The queue is short, the store's memory has a limit, and `put` waits
+when both are full: a slow disk slows the engine down instead of filling memory.
 """
 
 import contextlib
@@ -16,15 +16,14 @@ from typing import NamedTuple
 
 import torch
 
-from jobs.errors import JobError
+from jobs.storage.shards import Rows
 from jobs.storage.states import StateGap, StateWriter
+from jobs.storage.writer import Run
 from jobs.verifier.logprob_gate import Check, LogprobGate
 
-# Steps between the compute stream and the disk. When the disk is slower the worker waits here, so
+# Steps between the compute stream and the store. When the disk is slower the worker waits here, so
 # memory stays bounded: at most this many steps of max_num_batched_tokens rows each.
 STEPS_IN_FLIGHT = 4
-# Steps, or rows, gathered before they are handed to the store: one call a sample instead of one a token.
-STEPS_TOGETHER, ROWS_TOGETHER = 32, 8192
 
 
 class Span(NamedTuple):
@@ -61,9 +60,7 @@ class Step:
     """What one forward pass leaves, on its way to the writer."""
 
     spans: list[Span]
-    taps: torch.Tensor  # [R, T, H]
-    final: torch.Tensor  # [R, H]
-    logprob: torch.Tensor  # [R] fp32, NaN where not known from a prefill
+    rows: Rows  # as the store keeps them, [R, ...]; logprob [R] is NaN where not known from a prefill
     sampled_logprob: torch.Tensor | None  # [B, 1 + drafts] fp32
     sampled_ids: torch.Tensor | None  # [B, 1 + drafts], -1 after a rejection; None without drafts
     ready: torch.cuda.Event | None = None
@@ -72,16 +69,21 @@ class Step:
         """The step in host memory; on a GPU by a copy on `stream`, complete when `ready` is."""
         if stream is None:
             return self
+
+        def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            if tensor is None:
+                return None
+            # PyTorch's pinned allocator recycles these blocks, which makes the ring: one is free again when the
+            # store has let go of the tensor and the copy into it is done.
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)
+            return host
+
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for name in ("taps", "final", "logprob", "sampled_logprob", "sampled_ids"):
-                tensor = getattr(self, name)
-                if tensor is not None:
-                    # PyTorch's pinned allocator recycles these blocks, which makes the ring.
-                    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                    host.copy_(tensor, non_blocking=True)
-                    tensor.record_stream(stream)
-                    setattr(self, name, host)
+            self.rows = {name: copied(tensor) for name, tensor in self.rows.items()}
+            self.sampled_logprob, self.sampled_ids = copied(self.sampled_logprob), copied(self.sampled_ids)
             self.ready = torch.cuda.Event(blocking=True)  # the writer sleeps until then
             self.ready.record(stream)
         return self
@@ -89,7 +91,7 @@ class Step:
     def settle(self) -> list[tuple[Span, int]]:
         """Each span with its rows up to the last accepted draft; what comes after a rejection is not the sequence's.
 
-        Also puts the sampled tokens' log-probabilities into `logprob`, at the rows they were sampled from.
+        Also puts the sampled tokens' log-probabilities into the rows, at the rows they were sampled from.
         """
         accepted = None if self.sampled_ids is None else ((self.sampled_ids >= 0).sum(dim=1) - 1).clamp(min=0).tolist()
         settled, rows_of, requests, places = [], [], [], []
@@ -103,7 +105,7 @@ class Step:
                     requests.append(span.request)
                     places.append(place)
         if rows_of:
-            self.logprob[rows_of] = self.sampled_logprob[requests, places]
+            self.rows["logprob"][rows_of] = self.sampled_logprob[requests, places]
         return settled
 
 
@@ -112,12 +114,11 @@ class StoreThread:
 
     def __init__(self, writer: StateWriter):
         self.writer = writer
+        writer.write_behind()
         self.gate: LogprobGate | None = None  # see `check_with`
         self.failure: BaseException | None = None
         self._done: dict[str, str | None] = {}
         self._closed: set[str] = set()
-        self._held: dict[str, list[tuple[Step, Span, int]]] = {}  # sample -> its rows of the last steps
-        self._held_steps = self._held_rows = 0
         self._lock = threading.Lock()
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(STEPS_IN_FLIGHT)
         self._thread = threading.Thread(target=self._loop, name="state-writer", daemon=True)
@@ -139,10 +140,11 @@ class StoreThread:
             self._queue.put(lambda: self._finish(samples))
         if wait:
             self._queue.join()
+            with contextlib.suppress(Exception):  # it is in `writer.failure`
+                self.writer.sync()
             if self.gate:
                 self.gate.join()
-        if self.gate and self.gate.failure:
-            self.failure = self.failure or self.gate.failure
+        self.failure = self.failure or self.writer.failure or (self.gate.failure if self.gate else None)
         with self._lock:
             done, self._done = self._done, {}
         return done
@@ -156,7 +158,7 @@ class StoreThread:
         if self.gate:
             self.gate.close()
         # What already failed is reported once; closing lets go of the folder even so.
-        with contextlib.suppress(JobError if self.failure else ()):
+        with contextlib.suppress(Exception if self.failure else ()):
             self.writer.close()
 
     @torch.inference_mode()  # the rows are outputs of it, and log-probabilities are filled in here
@@ -174,60 +176,33 @@ class StoreThread:
     def _write(self, step: Step) -> None:
         if step.ready is not None:
             step.ready.synchronize()
-        for span, rows in step.settle():
-            if span.sample not in self._closed:  # else the step was in flight when the request stopped
-                self._held.setdefault(span.sample, []).append((step, span, rows))
-        self._held_steps += 1
-        self._held_rows += len(step.logprob)
-        if self._held_steps >= STEPS_TOGETHER or self._held_rows >= ROWS_TOGETHER:
-            self._hand_over(list(self._held))
-            self._held_steps = self._held_rows = 0
-
-    def _hand_over(self, samples: Sequence[str]) -> None:
-        """Give the held rows of `samples` to the store, those that follow each other in one call.
-
-        The rows of a sample lie one in each step; they are put side by side by a few operations a step
-        instead of several a row, which would hold up the thread that schedules (one interpreter lock).
-        """
-        runs: list[list] = []  # [sample, first position, first row in the gathered tensors, rows]
-        moves: dict[int, tuple[Step, list[int], list[int]]] = {}  # rows of a step -> rows of the gathered tensors
-        total = 0
-        for sample in samples:
-            expected = None
-            for step, span, rows in self._held.pop(sample, ()):
-                if span.position != expected:
-                    runs.append([sample, span.position, total, 0])
-                runs[-1][3] += rows
-                expected = span.position + rows
-                _, of_step, gathered = moves.setdefault(id(step), (step, [], []))
-                of_step.extend(range(span.first_row, span.first_row + rows))
-                gathered.extend(range(total, total + rows))
-                total += rows
-        if not total:
-            return
-        taps, final, logprob = _gather(list(moves.values()), total)
-        for sample, position, first, rows in runs:
-            at = slice(first, first + rows)
-            self.writer.append(sample, position, taps[at], final[at], logprob[at])
+        # Of closed samples the step was in flight when the request stopped.
+        runs = [Run(span.sample, span.position, span.first_row, rows) for span, rows in step.settle() if span.sample not in self._closed]
+        self.writer.append_stored(step.rows, runs)
 
     def _finish(self, samples: Sequence[Ended]) -> None:
-        done: dict[str, str | None] = {}
+        dropped: dict[str, str] = {}
         for ended in samples:
             self._closed.add(ended.sample)
-        self._hand_over([ended.sample for ended in samples])
-        for ended in samples:
             try:
                 self.writer.finish(ended.sample, ended.tokens)
-                done[ended.sample] = None
             except StateGap as gap:
                 self.writer.discard(ended.sample)
-                done[ended.sample] = gap.sentence()
-        self.writer.sync()
+                dropped[ended.sample] = gap.sentence()
+        self.writer.sync_then(lambda: self._durable(samples, dropped))
+
+    @torch.inference_mode()
+    def _durable(self, samples: Sequence[Ended], dropped: dict[str, str]) -> None:
+        """The samples' rows are on the disk, but for the dropped ones; those with rows to check are done when `_checked` says it."""
+        done: dict[str, str | None] = dict(dropped)
         for ended in samples:
-            if self.gate and ended.checks and done[ended.sample] is None:
-                del done[ended.sample]  # `_checked` says it
-                positions, tokens = zip(*ended.checks, strict=True)
-                self.gate.add(Check(ended.sample, positions, *self.writer.stored(ended.sample, positions), tokens))
+            if ended.sample in dropped:
+                continue
+            if not self.gate or not ended.checks:
+                done[ended.sample] = None
+                continue
+            positions, tokens = zip(*ended.checks, strict=True)
+            self.gate.add(Check(ended.sample, positions, *self.writer.stored(ended.sample, positions), tokens))
         with self._lock:
             self._done.update(done)
 
@@ -240,21 +215,4 @@ class StoreThread:
     def _discard(self, samples: Sequence[str]) -> None:
         for sample in samples:
             self._closed.add(sample)
-            self._held.pop(sample, None)
             self.writer.discard(sample)
-
-
-def _gather(moves: list[tuple[Step, list[int], list[int]]], total: int) -> list[torch.Tensor]:
-    """taps [total, T, H], final [total, H], logprob [total], each row from its step."""
-    (first, of_step, gathered), *more = moves
-    if not more and of_step == gathered:  # one step in its own order: a prefill
-        return [first.taps, first.final, first.logprob]
-    indexes = [(step, torch.tensor(of_step), torch.tensor(gathered)) for step, of_step, gathered in moves]
-    result = []
-    for name in ("taps", "final", "logprob"):
-        like = getattr(first, name)
-        whole = torch.empty((total, *like.shape[1:]), dtype=like.dtype)
-        for step, of_step, gathered in indexes:
-            whole.index_copy_(0, gathered, getattr(step, name).index_select(0, of_step))
-        result.append(whole)
-    return result

@@ -56,6 +56,35 @@ def test_a_full_disk_in_the_middle_of_an_answer(small_disk):
     assert StateStore(store).verify().problems == []
 
 
+def test_a_full_disk_behind_the_callers_back(small_disk):
+    """A write in the thread fails: a later call says so, what was told durable is whole, and the next start goes on."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(512 * 1024))
+    store, form, told = small_disk / "states", layout(hidden_size=256), []
+    writer = StateWriter(store, form, shard_bytes=64 * 1024, extent_rows=4)
+    writer.write_behind()
+    with ResponseLog(store) as log:
+        with pytest.raises(MustFix, match=r"The disk is full: [\d,]+ bytes are free \(.*states.*\): free space"):
+            for sample in range(1000):
+                answer = response(sample, 12)
+                for first in (0, 3, 6, 9):
+                    writer.append(answer.id, first, *rows(sample, first, min(3, 11 - first), 256))
+                writer.finish(answer.id, 12)
+                writer.sync_then(lambda answer=answer: told.append(answer))
+                writer.sync()
+        assert isinstance(writer.failure, MustFix)
+        with pytest.raises(MustFix, match="The disk is full"):
+            writer.close()
+        ballast.unlink()
+        for answer in told:
+            log.append(answer)
+    kept = [answer.id for answer in told]
+    assert kept and StateStore(store).ids() == kept and StateStore(store).verify().problems == []
+    with StateWriter(store, form, shard_bytes=64 * 1024, extent_rows=4) as again, ResponseLog(store) as log:
+        write(again, log, 999, 12, hidden_size=256)  # into rows that nobody committed
+    assert StateStore(store).verify().problems == []
+
+
 def test_a_full_disk_takes_a_half_written_line_back(small_disk):
     with ResponseLog(small_disk) as log:
         log.append(response(1, 10))

@@ -125,8 +125,8 @@ def test_misattributed_rows_are_caught_while_they_are_written(engine, tmp_path, 
 
     def shifted(self, state, output):
         step = read(self, state, output)
-        if step is not None and len(step.final) == 3:  # all three decode
-            step.final = step.final.roll(1, 0)
+        if step is not None and len(step.rows["final"]) == 3:  # all three decode
+            step.rows["final"] = step.rows["final"].roll(1, 0)
         return step
 
     monkeypatch.setattr(type(capture), "_read", shifted)

@@ -7,14 +7,17 @@ position as numbers, so a misplaced one is seen.
 
 import dataclasses
 import random
+import time
 
 import torch
 from safetensors.torch import save_file
 
+from jobs.storage.shards import encode
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
-from jobs.verifier.state_thread import ROWS_TOGETHER, Ended, Span, Step, StoreThread
+from jobs.verifier.state_thread import Ended, Span, Step, StoreThread
 
 TAPS, HIDDEN = (2, 5, 7), 4
+ROWS = 4096  # of a long prefill
 LAYOUT = StateLayout(TAPS, HIDDEN, "float32", "made up", "0" * 40, "0" * 64)
 
 
@@ -32,10 +35,8 @@ def step_of(pieces: list[tuple[int, int, int, int, int]]) -> Step:
         ids[index, : accepted + 1] = 5
         logprobs[index] = torch.tensor([-value(sample, position + count - 1 - drafts + j) for j in range(width)])
     flat = torch.tensor(rows)
-    return Step(
-        spans, flat[:, None, None].expand(-1, len(TAPS), HIDDEN).contiguous(), flat[:, None].expand(-1, HIDDEN).contiguous(),
-        torch.full((len(rows),), float("nan")), logprobs, ids if width > 1 else None,
-    )  # fmt: skip
+    taps, final = flat[:, None, None].expand(-1, len(TAPS), HIDDEN), flat[:, None].expand(-1, HIDDEN)
+    return Step(spans, encode(LAYOUT, taps, final, torch.full((len(rows),), float("nan"))), logprobs, ids if width > 1 else None)
 
 
 def steps_of(rng: random.Random, lengths: list[int], speculate: bool) -> list[list[tuple[int, int, int, int, int]]]:
@@ -63,8 +64,8 @@ def steps_of(rng: random.Random, lengths: list[int], speculate: bool) -> list[li
     return steps
 
 
-def written(folder, steps, lengths) -> StateStore:
-    thread = StoreThread(StateWriter(folder, LAYOUT, shard_bytes=1 << 16, extent_rows=8))
+def written(folder, steps, lengths, **options) -> StateStore:
+    thread = StoreThread(StateWriter(folder, LAYOUT, shard_bytes=1 << 16, extent_rows=8, **options))
     for step in steps:
         thread.put(step_of(step))
     names = {f"s{i}#0": length for i, length in enumerate(lengths)}
@@ -94,10 +95,43 @@ def test_decoding_with_and_without_drafts(tmp_path):
         assert_right(written(tmp_path / str(number), steps_of(rng, lengths, speculate), lengths), lengths)
 
 
+def test_little_memory_costs_shorter_extents_and_no_row(tmp_path):
+    """16 rows in memory for 12 samples: what is written early, what is waited for and what is written twice are still each sample's own."""
+    rng = random.Random(5)
+    for number, speculate in enumerate([False, True] * 2):
+        lengths = [rng.choice([2, 3, 12, 40, 70]) for _ in range(12)]
+        assert_right(written(tmp_path / str(number), steps_of(rng, lengths, speculate), lengths, memory_bytes=1), lengths)
+
+
 def test_one_step_of_prefills_in_another_order(tmp_path):
-    lengths = [ROWS_TOGETHER // 2, 5, ROWS_TOGETHER // 2 + 9]
+    lengths = [ROWS, 5, ROWS + 9]
     pieces = [(2, 0, lengths[2] - 1, 0, 0), (0, 0, lengths[0] - 1, 0, 0), (1, 0, lengths[1] - 1, 0, 0)]
     assert_right(written(tmp_path, [pieces], lengths), lengths)
+
+
+def test_a_slow_disk_slows_the_steps_down_and_fills_no_memory(tmp_path):
+    """Each write takes a while: what lies in memory stays below what is allowed, and `put` waits."""
+    writer = StateWriter(tmp_path / "store", LAYOUT, shard_bytes=1 << 16, extent_rows=8, memory_bytes=64 * LAYOUT.row_bytes)
+    thread, most, write = StoreThread(writer), 0, writer._write_extent
+
+    def slow(*given) -> None:
+        time.sleep(0.002)
+        write(*given)
+
+    writer._write_extent = slow
+    begun = time.monotonic()
+    for position in range(30):
+        thread.put(step_of([(sample, position, 1, 0, 0) for sample in range(20)]))
+        most = max(most, writer._pages.used * writer._pages.page_rows)
+    waited = time.monotonic() - begun
+    names = [f"s{sample}#0" for sample in range(20)]
+    assert thread.finish([Ended(name, 31) for name in names], wait=True) == dict.fromkeys(names)
+    thread.close()
+    assert most <= 64 and waited > 0.1
+    with ResponseLog(tmp_path / "store") as log:
+        for name in names:
+            log.append(Response(name, [1], [2] * 30, "stop", {}, "test", False))
+    assert_right(StateStore(tmp_path / "store"), [31] * 20)
 
 
 def test_checked_rows_are_answered_for_in_every_type(tmp_path):
@@ -109,12 +143,14 @@ def test_checked_rows_are_answered_for_in_every_type(tmp_path):
     tokens = torch.randint(0, 40000, (30,), generator=generator)
     logprob = (final @ head.T).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     for dtype, tolerance in (("float32", 1e-3), ("bfloat16", 0.25), ("float8_e4m3fn", 1.0)):
-        thread = StoreThread(StateWriter(tmp_path / dtype, dataclasses.replace(LAYOUT, dtype=dtype), shard_bytes=1 << 16, extent_rows=8))
+        layout = dataclasses.replace(LAYOUT, dtype=dtype)
+        thread = StoreThread(StateWriter(tmp_path / dtype, layout, shard_bytes=1 << 16, extent_rows=8))
         thread.check_with(tmp_path, "lm_head.weight", tolerance)
         store_as = torch.float32 if dtype == "float32" else torch.bfloat16
         for sample, states in (("true#0", final), ("false#0", final.roll(1, 0))):
             spans = [Span(sample, 0, 30, 0, 0, 0, False, None)]
-            thread.put(Step(spans, states[:, None].repeat(1, 3, 1).to(store_as), states.to(store_as), logprob.clone(), None, None))
+            rows = encode(layout, states[:, None].repeat(1, 3, 1).to(store_as), states.to(store_as), logprob.clone())
+            thread.put(Step(spans, rows, None, None))
         checks = [(place, int(tokens[place])) for place in (0, 13, 29)]
         done = thread.finish([Ended("true#0", 31, checks), Ended("false#0", 31, checks)], wait=True)
         thread.close()

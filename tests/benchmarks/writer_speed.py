@@ -1,0 +1,107 @@
+"""Rows a second of the worker's writer, without an engine: decoding steps against prefill-like ones, as a ratio of one run.
+
+    python writer_speed.py [FOLDER] [--gib 2] [--dtype bfloat16|float8_e4m3fn] [--hidden 7168] [--samples 1024] [--rounds 2]
+
+FOLDER lies on a tmpfs (default /dev/shm), so that the disk is not what is measured. Steps are made up and handed over
+as they lie in host memory after the copy from the device: decoding gives one row of each sample a step, prefill spans
+of 512 rows. Both write the same bytes, from the first `put` to the end of `finish(wait=True)`. One line of JSON:
+rates and processor seconds by thread, round by round, and of the last one the ratio prefill / decode.
+"""
+
+import argparse
+import json
+import resource
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from jobs.storage.shards import encode
+from jobs.storage.states import StateLayout, StateWriter
+from jobs.verifier.state_thread import Ended, Span, Step, StoreThread
+
+SPAN, PREFILL_ROWS = 512, 4096
+
+
+def made_up(layout: StateLayout, rows: int) -> dict[str, torch.Tensor]:
+    """Rows as stored, of random values."""
+    taps = torch.randn(64, len(layout.taps), layout.hidden_size).bfloat16().repeat(-(-rows // 64), 1, 1)[:rows]
+    return encode(layout, taps, taps[:, 0].contiguous(), torch.zeros(rows))
+
+
+def decode_steps(name: str, rows: dict, samples: int, total: int) -> Iterator[Step]:
+    """One row of every sample a step."""
+    for position in range(total // samples):
+        yield Step([Span(f"{name}{i}#0", i, 1, position, i, 0, True, None) for i in range(samples)], rows, torch.zeros(samples, 1), None)
+
+
+def prefill_steps(name: str, rows: dict, total: int) -> Iterator[Step]:
+    spans = PREFILL_ROWS // SPAN
+    for step in range(total // PREFILL_ROWS):
+        yield Step([Span(f"{name}{step * spans + i}#0", i * SPAN, SPAN, 0, i, 0, False, 5) for i in range(spans)], rows, None, None)
+
+
+def cpu_by_thread() -> dict[str, float]:
+    """Processor seconds of this process's threads that Python started."""
+    found = {}
+    for thread in threading.enumerate():
+        fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+        found[thread.name] = (int(fields[11]) + int(fields[12])) / 100
+    return found
+
+
+def measure(thread: StoreThread, steps: list[Step], ended: list[Ended]) -> dict:
+    """Seconds from the first step to the last durable sample, and where the processor time went."""
+    cpu, begun, longest = cpu_by_thread(), time.monotonic(), 0.0
+    for step in steps:
+        before = time.monotonic()
+        thread.put(step)
+        longest = max(longest, time.monotonic() - before)
+    done = thread.finish(ended, wait=True)
+    seconds = time.monotonic() - begun
+    spent = {name: round(value - cpu.get(name, 0), 2) for name, value in cpu_by_thread().items()}
+    assert thread.failure is None and list(done.values()) == [None] * len(ended), thread.failure
+    return {"seconds": seconds, "longest_put_s": round(longest, 2), "cpu_s": spent}
+
+
+def main(given: argparse.Namespace) -> dict:
+    torch.set_num_threads(1)  # as in a worker: the other cores belong to other ranks
+    layout = StateLayout((2, 30, 58), given.hidden, given.dtype, "made up", "0" * 40, "0" * 64)
+    total = int(given.gib * 2**30) // layout.row_bytes // PREFILL_ROWS * PREFILL_ROWS
+    small, large = made_up(layout, given.samples), made_up(layout, PREFILL_ROWS)
+    kinds = {
+        "decode": lambda name: (decode_steps(name, small, given.samples, total), given.samples, total // given.samples),
+        "prefill": lambda name: (prefill_steps(name, large, total), total // SPAN, SPAN),
+    }
+    found: dict = {}
+    for kind, make in kinds.items():
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            thread = StoreThread(StateWriter(Path(folder) / "states", layout))
+            # The first round touches the writer's memory for the first time, which a run does once.
+            for number in range(given.rounds):
+                steps, samples, rows = make(f"{number}-")
+                measured = measure(thread, list(steps), [Ended(f"{number}-{i}#0", rows + 1) for i in range(samples)])
+                measured |= {"rows_per_s": round(total / measured["seconds"]), "mb_per_s": round(total * layout.row_bytes / measured["seconds"] / 1e6)}
+                found.setdefault(kind, []).append(measured | {"seconds": round(measured["seconds"], 2)})
+            thread.close()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    ratio = round(found["prefill"][-1]["rows_per_s"] / found["decode"][-1]["rows_per_s"], 2)
+    return {"row_bytes": layout.row_bytes, "rows": total, "samples": given.samples, **found, "prefill_against_decode": ratio, "peak_mib": peak}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser()
+    made.add_argument("folder", type=Path, nargs="?", default=Path("/dev/shm"))
+    made.add_argument("--gib", type=float, default=2)
+    made.add_argument("--dtype", default="bfloat16")
+    made.add_argument("--hidden", type=int, default=7168)
+    made.add_argument("--samples", type=int, default=1024)
+    made.add_argument("--rounds", type=int, default=2)
+    return made
+
+
+if __name__ == "__main__":
+    print("RESULT " + json.dumps(main(parser().parse_args())), flush=True)
