@@ -106,17 +106,15 @@ def plan(
     machine: Machine,
     *,
     verifier: VerifierSize | None = None,
-    train_gpus: int | None = None,
 ) -> Plan:
     """What a job takes on a machine.
 
     `rates` None takes the machine's own; a finished run's come from `machines.calibrate` (and
     `machines.transfer` for another machine). `verifier` None looks the model up among the known hub
-    models; another one must be given (`VerifierSize.read`), else MustFix. `train_gpus` is how many GPUs
-    training uses, None: as many as it takes on that machine. The price is the machine's own, else `rental.price_per_hour` if `rental.machine` names it.
+    models; another one must be given (`VerifierSize.read`), else MustFix. The price is the machine's own, else `rental.price_per_hour` if `rental.machine` names it.
     """
     verifier = verifier or verifier_size(settings)
-    train_gpus = train_gpus or settings.train.processes_on(machine.gpus)
+    train_gpus = settings.train.processes_on(machine.gpus)
     rates = for_verifier(rates or machine.rates, verifier)
     work = workload(
         settings, verifier, tokens_per_sample=rates.tokens_per_sample, response_share=rates.response_share
@@ -154,22 +152,23 @@ def verifier_size(settings: Settings) -> VerifierSize:
     )
 
 
-def for_all_machines(settings: Settings, ledger: Mapping[str, Any] | None = None, *, train_gpus: int | None = None) -> list[Plan]:
-    """A plan for each machine type, that of `rental.machine` first; `ledger` is a finished run to calibrate by.
+def for_all_machines(settings: Settings, ledger: Mapping[str, Any] | None = None) -> list[Plan]:
+    """A plan for each machine type, that of `rental.machine` first, then those of the job's kind; `ledger` is a finished run to calibrate by.
 
     MustFix if that run had another verifier or a machine the table does not know: its rates would say nothing.
     """
     verifier = verifier_size(settings)
     measured, ran_on = (None, None) if ledger is None else _measured(settings, verifier, ledger)
     named = settings.rental.machine.lower()
-    # A job that runs on a CPU asks, too, what rented GPUs would make of it: only a machine with GPUs goes first.
-    machines = sorted(MACHINES.values(), key=lambda machine: not machine.gpus or machine.name.lower() != named)
+    # After the named one what the job is written for: a job for a CPU is planned for one in full.
+    on_cpu = settings.train.device == "cpu"
+    machines = sorted(MACHINES.values(), key=lambda machine: (machine.name.lower() != named, bool(machine.gpus) == on_cpu))
     plans = []
     for machine in machines:
         if not machine.gpus and verifier.bytes > LARGEST_ON_CPU:
             continue
         rates = measured if measured is None or machine is ran_on else transfer(measured, ran_on, machine)
-        made = plan(settings, rates, machine, verifier=verifier, train_gpus=train_gpus)
+        made = plan(settings, rates, machine, verifier=verifier)
         plans.append(replace(made, assumptions=(*made.assumptions, *scaling_lines(ledger or {}))))
     return plans
 

@@ -70,9 +70,10 @@ def test_samples_for_an_amount_need_a_price():
     assert "spot" not in answers(for_all_machines(free), free), "no price is invented"
 
 
-def test_a_job_on_a_cpu_is_still_planned_for_rented_machines_first():
-    for name in ("CPU only", "this machine", "cpu"):
-        assert for_all_machines(load("smoke", overrides=[f"rental.machine={name}"], environment={}))[0].machine == "8 x B300"
+def test_the_plan_in_full_is_of_the_machine_the_job_is_for():
+    for name in ("CPU only", "this machine"):
+        assert for_all_machines(load("smoke", overrides=[f"rental.machine={name}"], environment={}))[0].machine == "CPU only"
+    assert for_all_machines(load("hero", overrides=["rental.machine=this machine"], environment={}))[0].machine == "8 x B300"
     assert for_all_machines(load("smoke", overrides=["rental.machine=8 x H200"], environment={}))[0].machine == "8 x H200"
 
 
