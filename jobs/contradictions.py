@@ -13,6 +13,8 @@ def contradictions(settings: "Settings") -> list[str]:
     found = []
     if p.max_prompt_tokens >= v.max_model_len:
         found.append(f"prompts.max_prompt_tokens = {p.max_prompt_tokens} leaves no room for an answer within verifier.max_model_len = {v.max_model_len}")
+    if v.parallel == "dp_ep":
+        found.append("verifier.parallel = \"dp_ep\" (data-parallel attention) is not supported yet, choose auto, tp or tp_ep")
     if v.taps is not None and len(v.taps) != 3:
         found.append(f"verifier.taps names {len(v.taps)} layers, an EAGLE-3 head reads 3")
     if v.taps is not None and len(set(v.taps)) != len(v.taps):

@@ -41,7 +41,7 @@ class VerifierSettings(Section):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Compute type; float16 is refused, vLLM rescales DeepSeek's residual in it")
     taps: tuple[int, ...] | None = Field(None, description="EAGLE-3 ids (residual stream at the INPUT of layer i); default (2, L//2, L-3)")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs one copy of the verifier is split over")
-    expert_parallel: bool = Field(False, description="Split the experts over the tensor-parallel GPUs by expert, not by column")
+    parallel: Literal["auto", "tp", "tp_ep", "dp_ep"] = Field("auto", description="Experts over the tensor-parallel GPUs: `tp` splits each by columns, `tp_ep` gives each GPU whole ones, `auto` chooses and says why; `dp_ep` is not supported yet")
     max_model_len: int = Field(2048, ge=16, description="Longest prompt plus response in tokens")
     max_num_seqs: int = Field(64, ge=1, description="Requests decoded at once")
     max_num_batched_tokens: int = Field(2048, ge=16, description="Tokens of one forward pass; longer prompts are prefilled in chunks")

@@ -31,6 +31,7 @@ from jobs.storage.states import StateLayout
 from jobs.verifier.chat import Chat
 from jobs.verifier.engine import Finished, Request, VerifierEngine
 from jobs.verifier.facts import VerifierFacts
+from jobs.verifier.parallel import parallel
 
 SETTINGS = (
     "generate.backend", "generate.responses", "generate.max_new_tokens", "generate.thinking", "generate.instant", "generate.stop_on_repetition",
@@ -79,6 +80,9 @@ def start_engine(context: Context) -> Any:
 
         return speculators_backend.start(context)
     taps = VerifierFacts.read(context.verifier_path).both_readings(settings.verifier.taps)
+    if settings.verifier.tensor_parallel_size > 1:
+        split = parallel(context.verifier_path, settings.verifier)
+        context.note(f"verifier.parallel = {settings.verifier.parallel} is {'tp_ep' if split.experts else 'tp'}: {split.why}")
     return VerifierEngine(context.verifier_path, settings.verifier, seed=settings.job.seed, capture_taps=taps)
 
 

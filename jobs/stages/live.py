@@ -37,7 +37,7 @@ NAME = "live"
 SETTINGS = (
     "evaluate.live", "evaluate.draft_tokens", "heads.ngram_window", "generate.max_new_tokens", "generate.thinking", "generate.instant", "job.seed",
     "verifier.dtype", "verifier.max_model_len", "verifier.max_num_seqs", "verifier.max_num_batched_tokens", "verifier.tensor_parallel_size",
-    "verifier.expert_parallel", "verifier.enforce_eager",
+    "verifier.parallel", "verifier.enforce_eager",
 )  # fmt: skip
 NONE = "none"
 # What is kept of the benchmark's result, under the names it gives.

@@ -25,6 +25,7 @@ from jobs.storage.states import StateLayout
 from jobs.verifier.capture import LAST_TOKEN_KEY, SAMPLE_KEY, rebuild
 from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.fit import refuse_too_large
+from jobs.verifier.parallel import parallel
 from jobs.verifier.repetition import loops_now
 from jobs.verifier.requests import Finished, Request
 from jobs.verifier.watchdog import Watchdog
@@ -325,7 +326,7 @@ def _arguments(model: Path, settings: VerifierSettings, facts: VerifierFacts, se
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "tensor_parallel_size": settings.tensor_parallel_size,
-        "enable_expert_parallel": settings.expert_parallel,
+        "enable_expert_parallel": parallel(model, settings).experts,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": False,

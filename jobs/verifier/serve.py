@@ -29,6 +29,7 @@ from jobs.errors import TryAgain
 from jobs.settings import VerifierSettings
 from jobs.verifier.engine import prepare_environment
 from jobs.verifier.facts import VerifierFacts
+from jobs.verifier.parallel import parallel
 
 VLLM = ("-m", "vllm.entrypoints.cli.main")
 # A server in a session of its own would outlive a run that is killed, and hold every GPU: the kernel sends it SIGTERM then.
@@ -115,7 +116,7 @@ def serve_arguments(model: Path, settings: VerifierSettings, speculative: dict[s
     if speculative is not None:
         arguments["--speculative-config"] = json.dumps(speculative)
     flags = ["--no-enable-prefix-caching"]
-    flags += ["--trust-remote-code"] * settings.trust_remote_code + ["--enable-expert-parallel"] * settings.expert_parallel + ["--enforce-eager"] * settings.enforce_eager
+    flags += ["--trust-remote-code"] * settings.trust_remote_code + ["--enable-expert-parallel"] * parallel(model, settings).experts + ["--enforce-eager"] * settings.enforce_eager
     return [*(part for name, value in arguments.items() for part in (name, str(value))), *flags]
 
 
