@@ -48,6 +48,7 @@ class DiskThread:
         while (item := self._queue.get()) is not None:
             job, always = item
             self._attempt(job, always)
+            del item, job  # they hold a step's memory
             if self._waiting and (self._queue.empty() or time.monotonic() - self._synced > SYNC_EVERY):
                 self._attempt(self._tell)
         self._attempt(self._tell)

@@ -64,8 +64,12 @@ class RowPages:
         """Note that source rows first .. become rows `row` .. of `pages`: `count`, or what the page holds; returns how many."""
         offset = row % self.page_rows
         taken, place = min(count, self.page_rows - offset), pages[row // self.page_rows] * self.page_rows + offset
-        self._from.extend(range(first, first + taken))
-        self._to.extend(range(place, place + taken))
+        if taken == 1:  # decoding: a thousand times a step
+            self._from.append(first)
+            self._to.append(place)
+        else:
+            self._from.extend(range(first, first + taken))
+            self._to.extend(range(place, place + taken))
         return taken
 
     def copy_now(self) -> None:

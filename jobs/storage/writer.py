@@ -249,8 +249,10 @@ class StateWriter:
 
     def _sample(self, sample_id: str, first_position: int, rows: int) -> _Pending | None:
         """The sample's state; None where the rows lie behind the end of a finished sample, which is allowed."""
-        self._refuse_committed(sample_id)
-        sample = self._pending.setdefault(sample_id, _Pending())
+        sample = self._pending.get(sample_id)
+        if sample is None:
+            self._refuse_committed(sample_id)
+            sample = self._pending[sample_id] = _Pending()
         if sample.finished_rows is None:
             return sample
         if first_position >= sample.finished_rows or rows == 0:
