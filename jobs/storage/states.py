@@ -18,7 +18,8 @@ repair beyond cutting torn last lines, and rows without a committed owner are si
 The format is final: `tests/storage/golden` holds stores that every later reader must read, and a
 change needs a new version number and a reader for the old one.
 
-This module is the door; the rooms are the modules named above, writer.py and reader.py.
+This module is the door; the rooms are the modules named above, reader.py, and writer.py with what it stands on:
+recovery.py (opening what is there), free_rows.py, row_pages.py (rows in memory) and disk_thread.py (writing behind).
 """
 
 from jobs.storage.reader import Problem, Sample, StateStore, VerifyReport
