@@ -4,7 +4,8 @@ A conversation is answered in the context of the verifier's own earlier answers;
 sequence of its own, `<prompt id>#<turn>`. A sample is committed by its line in `responses.jsonl`,
 written once its states are durable, so a kill at any moment loses only what is in flight and a new
 run repeats nothing. With `generate.responses` nothing is generated: existing answers are fed
-through the verifier and only their states are made.
+through the verifier and only their states are made. With `generate.endpoints` other machines'
+servers answer, and each answer is fed through the verifier here as it arrives.
 
 What a run leaves depends on the seed and the prompt ids alone. Each sample is drawn with its own
 seed. A token budget takes a prefix of the conversations in seeded order: a finished answer is
@@ -24,14 +25,13 @@ from jobs.run import Context
 from jobs.stages import initial
 from jobs.stages.budget import Budget
 from jobs.stages.conversations import Conversation, read_conversations, seeded
+from jobs.stages.existing import existing_responses, refuse_other_verifier
 from jobs.stages.scheduling import BATCHES, Expectation, longest_first
 from jobs.storage.responses import RESPONSES, Response, ResponseLog, scan_responses
-from jobs.storage.shards import STORE
 from jobs.storage.states import StateLayout
 from jobs.verifier.chat import Chat
 from jobs.verifier.engine import Finished, Request, VerifierEngine
 from jobs.verifier.facts import VerifierFacts
-from jobs.verifier.parallel import parallel
 
 SETTINGS = (
     "generate.backend", "generate.responses", "generate.max_new_tokens", "generate.thinking", "generate.instant", "generate.stop_on_repetition",
@@ -79,11 +79,20 @@ def start_engine(context: Context) -> Any:
         from jobs.verifier import speculators_backend  # reference only, needs compat's speculators shims
 
         return speculators_backend.start(context)
+    if settings.generate.endpoints:
+        from jobs.verifier import remote
+
+        return remote.start(settings, lambda: _local_engine(context), context.note)
+    return _local_engine(context)
+
+
+def _local_engine(context: Context) -> VerifierEngine:
+    settings = context.settings
     taps = VerifierFacts.read(context.verifier_path).both_readings(settings.verifier.taps)
+    engine = VerifierEngine(context.verifier_path, settings.verifier, seed=settings.job.seed, capture_taps=taps)
     if settings.verifier.tensor_parallel_size > 1:
-        split = parallel(context.verifier_path, settings.verifier)
-        context.note(f"verifier.parallel = {settings.verifier.parallel} is {'tp_ep' if split.experts else 'tp'}: {split.why}")
-    return VerifierEngine(context.verifier_path, settings.verifier, seed=settings.job.seed, capture_taps=taps)
+        context.note(f"verifier.parallel = {settings.verifier.parallel} is {'tp_ep' if engine.parallel.experts else 'tp'}: {engine.parallel.why}")
+    return engine
 
 
 def run_split(context: Context, split: str, *, share: float = 1.0) -> dict[str, Any]:
@@ -132,7 +141,7 @@ class Work:
     committed_tokens: int = 0  # of this call, for the rate
 
     def run(self) -> dict[str, Any]:
-        _refuse_other_verifier(self.context.states(self.split), self.layout)
+        refuse_other_verifier(self.context.states(self.split), self.layout)
         requests = self.requests()
         first = next(requests, None)
         begun = time.monotonic()
@@ -347,51 +356,6 @@ class Existing(Work):
             self.log.append(finished.request.note)
             self.committed_tokens += finished.tokens
         return ()
-
-
-def existing_responses(context: Context, split: str, facts: VerifierFacts, layout: StateLayout) -> list[Response]:
-    """The responses under `generate.responses`, in seeded order and within the token budget.
-
-    Raises MustFix for a missing file, one of another verifier or tokenizer, or ids out of the vocabulary.
-    """
-    assert context.settings.generate.responses is not None
-    folder = Path(context.settings.generate.responses) / split
-    if not (folder / RESPONSES).is_file():
-        raise MustFix("There are no responses", where=str(folder / RESPONSES), remedy="name a folder with eval/responses.jsonl and train/responses.jsonl in generate.responses")
-    _refuse_other_verifier(folder, layout)
-    found = [response for _, _, response in scan_responses(folder / RESPONSES)]
-    for response in found:
-        largest = max([*response.prompt_token_ids, *response.response_token_ids], default=0)
-        if largest >= facts.vocab_size:
-            raise MustFix(
-                f"The response {response.id} holds token {largest}, the verifier has {facts.vocab_size}: it is another verifier's",
-                where=str(folder / RESPONSES), remedy="give responses of this verifier",
-            )  # fmt: skip
-    seed, budget = context.settings.job.seed, context.settings.generate.train_token_budget
-    found.sort(key=lambda response: seeded(seed, response.id))
-    if split == "train" and budget is not None:
-        total, kept = 0, []
-        for response in found:
-            if total >= budget:
-                break
-            kept.append(response)
-            total += response.tokens
-        found = kept
-    return found
-
-
-def _refuse_other_verifier(folder: Path, layout: StateLayout) -> None:
-    """Responses beside a `store.json` say whose they are."""
-    if not (folder / STORE).exists():
-        return
-    theirs = StateLayout.load(folder)
-    for what in ("verifier_revision", "tokenizer_sha256"):
-        if getattr(theirs, what) != getattr(layout, what):
-            raise MustFix(
-                f"The responses are of another {'verifier' if what == 'verifier_revision' else 'tokenizer'}: "
-                f"{theirs.verifier} at {getattr(theirs, what)[:12]}, this one is {getattr(layout, what)[:12]}",
-                where=str(folder / STORE), remedy="use that verifier, or generate the responses again",
-            )  # fmt: skip
 
 
 def sample_seed(seed: int, sample: str) -> int:

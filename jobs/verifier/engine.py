@@ -68,13 +68,14 @@ class VerifierEngine:
         self._dead = False  # it failed or hangs: it is closed, and not asked anything any more
         self._running: dict[str, Request] = {}
         self._backlog: deque[Request] = deque()  # follow-ups, not yet given to vLLM
+        prepare_environment(settings, self.facts)
+        self.parallel = parallel(self.model, settings)
         arguments = _arguments(self.model, settings, self.facts, seed, self.capture_taps) | (engine_arguments or {})
         if arguments["dtype"] not in ("bfloat16", "float32"):
             raise MustFix(
                 f"The verifier cannot run in {arguments['dtype']}: vLLM rescales DeepSeek's residual in it, and the taps with it",
                 where="verifier.dtype", remedy="use bfloat16",
             )  # fmt: skip
-        prepare_environment(settings, self.facts)
         refuse_too_large(self.model, settings)
         self._llm = _start(arguments, self.model)
 

@@ -27,18 +27,25 @@ class Parallel:
     why: str
 
 
-def parallel(model: Path, settings: VerifierSettings) -> Parallel:
-    """What `verifier.parallel` means for the checkpoint in `model`, and why. MustFix where it has no experts to split."""
+def parallel(model: Path, settings: VerifierSettings, cuda: bool | None = None) -> Parallel:
+    """What `verifier.parallel` means for the checkpoint in `model`, and why. MustFix where experts cannot be split by number.
+
+    cuda: whether it runs on GPUs; None looks. vLLM's CPU kernels take their experts to be all of them (`list index out of range`).
+    """
+    import torch
+
     gpus, wanted = settings.tensor_parallel_size, settings.parallel
+    cuda = torch.cuda.is_available() if cuda is None else cuda
     config = json.loads((Path(model) / "config.json").read_text())
     text = config.get("text_config", config)
     experts = text.get("n_routed_experts") or text.get("num_local_experts") or text.get("num_experts") or 0
     if wanted != "auto":
-        if wanted == "tp_ep" and not experts:
-            raise MustFix("The verifier has no experts to split", where='verifier.parallel = "tp_ep"', remedy='use "auto" or "tp"')
+        if wanted == "tp_ep" and not (experts and cuda):
+            what = "vLLM cannot split experts by number on a CPU" if experts else "The verifier has no experts to split"
+            raise MustFix(what, where='verifier.parallel = "tp_ep"', remedy='use "auto" or "tp"')
         return Parallel(wanted == "tp_ep", "as set in verifier.parallel")
-    if gpus == 1 or not experts:
-        return Parallel(False, "one GPU" if gpus == 1 else "no experts")
+    if gpus == 1 or not experts or not cuda:
+        return Parallel(False, "one GPU" if gpus == 1 else "no GPU" if experts else "no experts")
     columns = text.get("moe_intermediate_size", 0) // gpus
     tokens = settings.max_num_seqs * text.get("num_experts_per_tok", 1) / experts
     same = "interconnect and memory are the same either way"

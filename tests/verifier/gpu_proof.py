@@ -61,11 +61,11 @@ LIMITS = {
 ONE_LAYER_OFF = 0.15
 
 
-def start(dtype: str, *, model: Path = CHECKPOINT, taps: tuple[int, ...] = TAPS, eager: bool = False, tensor_parallel: int = 1, **arguments) -> VerifierEngine:
+def start(dtype: str, *, model: Path = CHECKPOINT, taps: tuple[int, ...] = TAPS, eager: bool = False, tensor_parallel: int = 1, parallel: str = "tp", **arguments) -> VerifierEngine:
     """An engine of 64 sequences in a KV cache of 3,072 tokens: requests of up to 330 tokens are preempted."""
     settings = VerifierSettings(
         dtype=dtype, max_model_len=512, max_num_seqs=64, max_num_batched_tokens=256, enforce_eager=eager,
-        tensor_parallel_size=tensor_parallel, gpu_memory_utilization=0.4,
+        tensor_parallel_size=tensor_parallel, parallel=parallel, gpu_memory_utilization=0.4,
     )  # fmt: skip
     arguments = {"worker_extension_cls": EXTENSION, "disable_log_stats": False, "num_gpu_blocks_override": 192, "block_size": 16} | arguments
     if not eager:
@@ -196,6 +196,7 @@ STEPS = {
     "served-llama": llama,
     "tp2": lambda work: tensor_parallel(work, "tp2"),
     "tp2-nccl": lambda work: tensor_parallel(work, "tp2-nccl", disable_custom_all_reduce=True),
+    "tp2-experts": lambda work: tensor_parallel(work, "tp2-experts", parallel="tp_ep"),
     "tp2-compiled": lambda work: tensor_parallel(work, "tp2-compiled", eager=False),
 }
 

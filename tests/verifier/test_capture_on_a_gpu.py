@@ -50,5 +50,6 @@ def test_two_tap_sets_share_a_compile_cache(proved):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
-def test_two_tensor_parallel_gpus_give_the_states_of_one(proved):
-    proved("tp2")
+@pytest.mark.parametrize("step", ["tp2", "tp2-experts"])
+def test_two_tensor_parallel_gpus_give_the_states_of_one(proved, step):
+    proved(step)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from jobs.errors import MustFix
 from jobs.settings import VerifierSettings, load
@@ -27,11 +28,12 @@ KIMI = {"n_routed_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_siz
 )
 def test_what_auto_chooses(tmp_path, text, gpus, requests, experts, why):
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
-    found = parallel(tmp_path, VerifierSettings(tensor_parallel_size=gpus, max_num_seqs=requests))
+    found = parallel(tmp_path, VerifierSettings(tensor_parallel_size=gpus, max_num_seqs=requests), cuda=True)
     assert found.experts == experts and why in found.why
 
 
-def test_what_is_set_reaches_the_engine_and_the_server():
+def test_what_is_set_reaches_the_engine_and_the_server(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     facts = VerifierFacts.read(CHECKPOINT)
     for wanted in ("tp", "tp_ep"):
         settings = VerifierSettings(tensor_parallel_size=2, parallel=wanted)
@@ -43,5 +45,8 @@ def test_what_cannot_be_done_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(MustFix, match="no experts to split"):
         parallel(tmp_path, VerifierSettings(parallel="tp_ep"))
+    with pytest.raises(MustFix, match="cannot split experts by number on a CPU"):
+        parallel(CHECKPOINT, VerifierSettings(parallel="tp_ep"), cuda=False)
+    assert parallel(CHECKPOINT, VerifierSettings(tensor_parallel_size=2, max_num_seqs=1024), cuda=False).why == "no GPU"
     with pytest.raises(MustFix, match="dp_ep.* is not supported yet, choose auto"):
         load("smoke", overrides=['verifier.parallel="dp_ep"'])
