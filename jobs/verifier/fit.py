@@ -1,6 +1,7 @@
 """Does the verifier fit? Asked of file sizes and the device's memory before twenty minutes are spent on a load."""
 
 import json
+import os
 from pathlib import Path
 
 from jobs.errors import MustFix
@@ -19,6 +20,8 @@ def refuse_too_large(model: Path, settings: VerifierSettings) -> None:
     """
     import torch
 
+    # Asked through the driver's management library, or CUDA would be started in this process (preflight asks here too).
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     config = json.loads((model / "config.json").read_text())
     text = config.get("text_config", config)
     weights = sum(path.stat().st_size for path in weight_files(model))
