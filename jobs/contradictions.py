@@ -27,6 +27,7 @@ def contradictions(settings: "Settings") -> list[str]:
         found.append(f"train.heads = {t.heads} is no multiple of train.kv_heads = {t.kv_heads}")
     if g.backend == "speculators" and not g.responses:
         found.append("generate.backend = \"speculators\" only extracts states of existing responses: name them in generate.responses")
+    found += _of_endpoints(settings)
     e = settings.evaluate
     if any(c < 1 for c in e.live.concurrencies) or len(set(e.live.concurrencies)) != len(e.live.concurrencies):
         found.append(f"evaluate.live.concurrencies = {list(e.live.concurrencies)} are not different numbers of requests, each 1 or more")
@@ -54,4 +55,17 @@ def contradictions(settings: "Settings") -> list[str]:
         found.append(f"push.backup_uri = {settings.push.backup_uri!r} starts with neither s3:// nor file:///")
     if settings.rental.spending_limit is not None and not settings.rental.price_per_hour:
         found.append("rental.spending_limit needs rental.price_per_hour: nothing is spent at a price of 0")
+    return found
+
+
+def _of_endpoints(settings: "Settings") -> list[str]:
+    g, found = settings.generate, []
+    if g.endpoints and g.responses:
+        found.append("generate.endpoints would answer what generate.responses already answers: give one of them")
+    for url in g.endpoints:
+        if not re.fullmatch(r"https?://[^\s/@]+(/[^\s@]*)?", url):
+            # The value is not repeated: it may hold a password.
+            found.append("generate.endpoints needs addresses such as http://host:8000, without a user or key in them: a key belongs into the environment variable VLLM_API_KEY")
+    if len(set(g.endpoints)) != len(g.endpoints):
+        found.append("generate.endpoints names a server twice")
     return found

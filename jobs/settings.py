@@ -94,6 +94,9 @@ class SamplingSettings(Section):
 class GenerateSettings(Section):
     backend: Literal["vllm", "speculators"] = Field("vllm", description="`speculators` extracts states of existing responses with its own generator, as a reference")
     responses: str | None = Field(None, description="A folder with eval/responses.jsonl and train/responses.jsonl: extract states for them, generate nothing")
+    endpoints: tuple[str, ...] = Field((), description="Running vLLM servers of the verifier (http://host:8000) that decode the answers; this machine's verifier only makes their states. Their key is in the environment variable VLLM_API_KEY")
+    endpoint_model: str | None = Field(None, description="What the verifier is called at those servers; None takes verifier.model")
+    endpoint_connections: int = Field(256, ge=1, description="Requests in flight at each of those servers; more than its --max-num-seqs only wait there")
     max_new_tokens: int = Field(1024, ge=1, description="Longest answer; capped answers are kept, dropping them biases towards easy prompts")
     thinking: SamplingSettings = Field(SamplingSettings(), description="Sampling in thinking mode")
     instant: SamplingSettings = Field(SamplingSettings(temperature=0.6), description="Sampling in instant mode")
