@@ -11,6 +11,7 @@ What happens at which end:
 A message or a command that fails never changes how the run ended.
 """
 
+import contextlib
 import datetime
 import http.client
 import json
@@ -181,4 +182,5 @@ def _held(rental: RentalSettings, path: Path) -> bool:
 
 
 def _say(text: str) -> None:
-    print(f"eagle3-job: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # a terminal that is gone must not keep on_finish from running
+        print(f"eagle3-job: {text}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 import datetime
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -123,6 +124,19 @@ def test_on_finish_runs_after_the_ending_it_is_for(tmp_path, name):
     ended(settings, tmp_path / "run", result(name, 0), error)
     assert (tmp_path / "ended").exists() == expected
     assert (time.monotonic() - began > 0.3) == (name in ("a fault that passes", "something to fix")), "a failed run's machine is kept for a while"
+
+
+def test_on_finish_runs_although_nobody_reads_any_more(tmp_path, monkeypatch):
+    """A lost connection or a closed pipe must not leave the machine running."""
+    read, write = os.pipe()
+    os.close(read)
+    settings = load("smoke", overrides=[f"rental.on_finish=touch {tmp_path}/ended"], environment={})
+    with open(write, "w") as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        ended(settings, tmp_path, result("done", 0), None)
+        monkeypatch.undo()
+        assert (tmp_path / "ended").exists()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is still buffered has to go somewhere
 
 
 def test_a_deadlines_end_is_not_held(tmp_path):
