@@ -4,10 +4,13 @@ Standard output carries results only (with `--json` exactly one line, always, on
 everything else, worker processes and libraries included, goes to standard error.
 """
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ ENVIRONMENT = {
 def main(arguments: list[str] | None = None) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # A lost connection ends what somebody sees, not the run: what is started from here (workers, on_finish) inherits this.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     arguments = sys.argv[1:] if arguments is None else arguments
     output = _send_everything_to_standard_error()
     code, result = _run(arguments)
@@ -72,9 +77,17 @@ def _run(arguments: list[str]) -> tuple[int, dict[str, Any]]:
 def _report(error: JobError, arguments: list[str], cause: BaseException | None = None) -> tuple[int, dict[str, Any]]:
     if "--debug" in arguments:
         traceback.print_exception(cause or error)
-    click.echo(f"eagle3-job: {error.sentence()}", err=True)
+    with contextlib.suppress(OSError):  # nobody may be listening any more; the exit code still has to be this one
+        click.echo(f"eagle3-job: {_sentence_or_list(error)}", err=True)
     status = "interrupted" if type(error).__name__ == "Interrupted" else "failed"
     return error.exit_code, _failure(status, error.exit_code, error.as_dict()) | getattr(error, "summary", {})
+
+
+def _sentence_or_list(error: JobError) -> str:
+    if len(error.problems) < 2:
+        return error.sentence()
+    place = f" ({error.where})" if error.where else ""
+    return "\n".join([f"{len(error.problems)} things to mend{place}:", *(f"  - {problem}" for problem in error.problems)])
 
 
 def _failure(status: str, code: int, error: dict[str, Any]) -> dict[str, Any]:
@@ -97,48 +110,75 @@ set_option = click.option("--set", "overrides", multiple=True, metavar="KEY=VALU
 run_argument = click.argument("run", type=click.Path(path_type=Path))
 
 
+run_dir_option = click.option("--run-dir", type=click.Path(path_type=Path), help="Where everything of the run lives; default runs/<job.name>.")
+
+
+def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed((
+        run_dir_option,
+        set_option,
+        click.option("--dry-run", is_flag=True, help="Say what would run, and stop."),
+        click.option("--redo", multiple=True, metavar="STAGE", help="Run a stage again although it is done; its files are kept aside."),
+        click.option("--force", is_flag=True, help="Go on although the gate says no-go; recorded in the ledger."),
+        click.option("--resume-from", metavar="URI", help="On a machine with an empty run directory: continue the run saved at this s3:// or file:// address."),
+        json_option,
+        debug_option,
+    )):  # fmt: skip
+        command = option(command)
+    return command
+
+
 def _job(name: str, help_text: str) -> None:
     @cli.command(name, help=help_text)
-    @click.option("--run-dir", type=click.Path(path_type=Path), help=f"Where everything of the run lives; default runs/{name}.")
-    @set_option
-    @click.option("--dry-run", is_flag=True, help="Say what would run, and stop.")
-    @click.option("--redo", multiple=True, metavar="STAGE", help="Run a stage again although it is done; its files are kept aside.")
-    @click.option("--force", is_flag=True, help="Go on although the gate says no-go; recorded in the ledger.")
-    @click.option("--resume-from", metavar="URI", help="On a machine with an empty run directory: continue the run saved at this s3:// or file:// address.")
-    @json_option
-    @debug_option
-    def command(run_dir: Path | None, overrides: tuple[str, ...], as_json: bool, debug: bool, **options: Any) -> dict[str, Any]:
-        from entrypoints import launch
+    @_job_options
+    def command(**options: Any) -> dict[str, Any]:
+        return _start(name, **options)
 
-        return launch.job(name, run_dir=run_dir, overrides=overrides, **options)
+
+def _start(name: str, *, as_json: bool, debug: bool, **options: Any) -> dict[str, Any]:
+    from entrypoints import launch
+
+    return launch.job(name, **options)
 
 
 _job("hero", "The real run: Kimi-K2.5 on 8 x B300.")
-_job("local-test", "The rehearsal on 8 x RTX PRO 6000: the same code, lowered numbers.")
-_job("smoke", "The whole pipeline with a tiny Kimi-K2.5, on any machine, without a GPU.")
+_job("local-test", "The rehearsal on 8 x RTX PRO 6000.")
+_job("smoke", "The whole job in miniature, on any machine.")
+
+
+@cli.command("run")
+@click.argument("job", metavar="FILE")
+@_job_options
+def run_(job: str, **options: Any) -> dict[str, Any]:
+    """A job of your own: a TOML file like jobs/hero.toml."""
+    return _start(job, **options)
 
 
 @cli.command()
 @click.argument("job")
+@run_dir_option
 @set_option
 @json_option
 @debug_option
-def preflight(job: str, overrides: tuple[str, ...], as_json: bool, debug: bool) -> dict[str, Any]:
+def preflight(job: str, run_dir: Path | None, overrides: tuple[str, ...], as_json: bool, debug: bool) -> dict[str, Any]:
     """Everything that can fail, before money is spent."""
     from entrypoints import launch
 
-    return launch.preflight(job, overrides)
+    return launch.preflight(job, run_dir, overrides)
 
 
 @cli.command()
 @click.argument("job")
 @set_option
 @click.option("--calibrate", type=click.Path(path_type=Path), metavar="RUN", help="Take the rates from a finished run.")
-@click.option("--for", "amount", type=float, metavar="AMOUNT", help="How many training samples this much money pays for.")
+@click.option("--for", "amount", type=click.FloatRange(min=0, min_open=True), metavar="AMOUNT", help="How many training samples this much money pays for.")
 @json_option
 @debug_option
 def plan(job: str, overrides: tuple[str, ...], calibrate: Path | None, amount: float | None, as_json: bool, debug: bool) -> dict[str, Any]:
-    """Time, bytes and money, stage by stage, per machine type; where, spot or not, how much for this money."""
+    """Time, bytes and money, stage by stage.
+
+    For every machine type; where, on spot or on demand, and how many samples for how much money.
+    """
     from entrypoints import launch
 
     return launch.plan(job, overrides, calibrate, amount)
@@ -188,7 +228,7 @@ def report(run: Path, as_json: bool, debug: bool) -> dict[str, Any]:
 @json_option
 @debug_option
 def push(run: Path, overrides: tuple[str, ...], whole: str | None, as_json: bool, debug: bool) -> dict[str, Any]:
-    """Publish a run's packaged head (again), or save the whole run."""
+    """Publish a run's head (again), or save the run."""
     from entrypoints import launch
 
     return launch.save(run, whole, overrides) if whole else launch.stage("push", run, overrides)
@@ -201,7 +241,7 @@ def push(run: Path, overrides: tuple[str, ...], whole: str | None, as_json: bool
 @json_option
 @debug_option
 def pull(uri: str, folder: Path, overrides: tuple[str, ...], as_json: bool, debug: bool) -> dict[str, Any]:
-    """Bring a published head, or a saved run, back and verify every file."""
+    """Fetch a published head or a saved run, verified."""
     from entrypoints import launch
 
     return launch.pull(uri, folder, overrides)
@@ -227,7 +267,10 @@ def states_verify(run: Path, as_json: bool, debug: bool) -> dict[str, Any]:
 @json_option
 @debug_option
 def doctor(as_json: bool, debug: bool) -> dict[str, Any]:
-    """Versions, devices, and each shim: needed, applied, why, upstream fix."""
+    """Versions, devices and shims.
+
+    Each shim: needed, applied, why, and which release makes it needless.
+    """
     from compat import doctor as doctors
 
     report = doctors.report()
@@ -235,11 +278,14 @@ def doctor(as_json: bool, debug: bool) -> dict[str, Any]:
 
 
 @cli.command("settings")
-def settings_() -> dict[str, Any]:
+@json_option
+@debug_option
+def settings_(as_json: bool, debug: bool) -> dict[str, Any]:
     """Every setting with its meaning, as --set takes it."""
     from jobs.settings import documented
 
-    return {"text": "\n".join(f"{key:40} {text}" for key, text in documented())}
+    known = documented()
+    return {"settings": dict(known), "text": "\n".join(f"{key:40} {text}" for key, text in known)}
 
 
 if __name__ == "__main__":

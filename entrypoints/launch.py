@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, TextIO
 
 from jobs.errors import EXIT_DONE, JobError, MustFix
 from jobs.run import ON_REQUEST, STAGES, Context, RunDirectory, is_asked_for
-from jobs.settings import Settings, load
+from jobs.settings import ENVIRONMENT_PREFIX, Settings, load
 
 
 def job(
@@ -20,10 +21,11 @@ def job(
 ) -> dict[str, Any]:  # fmt: skip
     for stage_name in redo:
         _known_stage(stage_name)
-    path = run_dir or Path("runs") / name
+    job_name = _job_name(name, overrides)
+    path = run_dir or Path("runs") / job_name
     if resume_from and not dry_run:
         _bring_back(resume_from, path, load(name, overrides=overrides))
-    base = _earlier_settings(path, name)
+    base = _earlier_settings(path, job_name)
     settings = load(name, overrides=overrides, base=base)
     if dry_run:
         return _planned(settings, path)
@@ -36,12 +38,27 @@ def stage(name: str, path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return _run(load("smoke", overrides=overrides, base=base), path, only=name)
 
 
-def preflight(job_name: str, overrides: Sequence[str]) -> dict[str, Any]:
-    import tempfile
-
-    settings = load(job_name, overrides=overrides)
-    with tempfile.TemporaryDirectory(prefix="eagle3-preflight-") as folder:
-        return _run(settings, Path(folder), only="preflight", report=False)
+def preflight(name: str, run_dir: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Everything that can fail, on the disk the run would be on, without beginning one."""
+    path = (run_dir or Path("runs") / _job_name(name, overrides)).absolute()
+    settings = load(name, overrides=overrides, base=_earlier_settings(path, _job_name(name, overrides)))
+    disk = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=".eagle3-preflight-", dir=disk)
+    except OSError as error:
+        raise MustFix(f"The run directory cannot be written: {error.strerror}", where=str(disk), remedy=f"give user {os.getuid()} write permission there or take another --run-dir") from error
+    with folder:
+        try:
+            result = _run(settings, Path(folder.name), only="preflight", report=False)
+        except JobError as error:
+            # The folder that was measured is gone by now: name the one it stood for.
+            error.message, error.where = error.message.replace(folder.name, str(path)), None
+            error.problems = [problem.replace(folder.name, str(path)) for problem in error.problems]
+            error.summary |= {"error": error.as_dict(), "run_dir": str(path)}
+            raise
+        found = json.loads((Path(folder.name) / "preflight.json").read_text())
+    text = f"{len(found['checks'])} checks passed for {settings.job.name} in {path}"
+    return result | {"run_dir": str(path), "checks": found["checks"], "measured": found["measured"], "text": text}
 
 
 def plan(job_name: str, overrides: Sequence[str], calibrate: Path | None, amount: float | None) -> dict[str, Any]:
@@ -63,7 +80,7 @@ def status(path: Path) -> dict[str, Any]:
     ledger = RunDirectory(path, read_only=True).ledger
     expected = forecast(ledger)
     text = summary_text(ledger) + (f"\n{expected['text']}" if expected else "")
-    return _summary(ledger, path, loads=0) | {"exit_code": EXIT_DONE, "run_exit_code": ledger["exit_code"], "forecast": expected, "text": text}
+    return _summary(ledger, path, loads=ledger["verifier_loads"]) | {"exit_code": EXIT_DONE, "run_exit_code": ledger["exit_code"], "forecast": expected, "text": text}
 
 
 def pull(uri: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -127,7 +144,6 @@ def verify_states(path: Path) -> dict[str, Any]:
 def _run(settings: Settings, path: Path, *, redo: Sequence[str] = (), force: bool = False, only: str | None = None, report: bool = True) -> dict[str, Any]:
     """A run to its end, and then what is to happen with the rented machine."""
     from jobs import rental
-
     try:
         result = _work(settings, path, redo=redo, force=force, only=only, report=report)
     except JobError as error:
@@ -280,16 +296,26 @@ def _saved(path: Path) -> dict[str, Any] | None:
 def _planned(settings: Settings, path: Path) -> dict[str, Any]:
     from jobs.reporting import plan as planning
 
-    plans = planning.for_all_machines(settings, None)
     lines = [f"{settings.job.name} would run in {path.absolute()}:", ""]
     lines += [f"  {name}" for name in STAGES if is_asked_for(name, settings)]
-    lines += ["", planning.render_plans(plans)]
+    try:
+        plans = planning.for_all_machines(settings, None)
+        lines += ["", planning.render_plans(plans)]
+    except MustFix as error:  # a verifier of unknown shape: fetch will tell it, the run needs no plan
+        plans = []
+        lines += ["", f"No plan: {error.sentence()}"]
     return {
         "status": "planned", "exit_code": EXIT_DONE, "error": None, "run_dir": str(path.absolute()),
         "stages": {name: {"state": "pending", "seconds": 0.0, "counts": {}} for name in STAGES if name not in ON_REQUEST}, "verifier_loads": 0, "acceptance": {}, "published": None,
         "on_request": [name for name in ON_REQUEST if is_asked_for(name, settings)],
         "cost": {"amount": 0.0, "currency": settings.rental.currency}, "settings": settings.as_dict(), "plans": [p.as_dict() for p in plans], "text": "\n".join(lines),
     }  # fmt: skip
+
+
+def _job_name(job: str, overrides: Sequence[str]) -> str:
+    """job.name as the file, the environment and --set make it: what the run directory is named after."""
+    given = {name: text for name, text in os.environ.items() if name.startswith(f"{ENVIRONMENT_PREFIX}JOB__")}
+    return load(job, overrides=[item for item in overrides if item.startswith("job.")], environment=given).job.name
 
 
 def _earlier_settings(path: Path, name: str) -> dict[str, Any] | None:

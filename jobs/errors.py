@@ -14,6 +14,8 @@ code   meaning
 =====  ==================================================================================
 """
 
+from collections.abc import Sequence
+
 EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_TRY_AGAIN = 75
@@ -21,11 +23,15 @@ EXIT_MUST_FIX = 78
 
 
 class JobError(Exception):
-    """Base of all expected failures: `message` (what), `where` (the place), `remedy` (what to do)."""
+    """Base of all expected failures: `message` (what), `where` (the place), `remedy` (what to do).
+
+    `problems` are the sentences of an error that names several things at once; `message` holds them all, too.
+    """
 
     exit_code = EXIT_BUG
 
-    def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None):
+    def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None, problems: Sequence[str] = ()):
+        self.problems = list(problems)
         self.message = message
         self.where = where
         self.remedy = remedy

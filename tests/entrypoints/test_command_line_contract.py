@@ -43,6 +43,20 @@ def test_dry_run_is_readable_without_json(tmp_path):
     assert "generate.train" in done.stdout and "8 x B300" in done.stdout
 
 
+def test_a_job_of_ones_own_is_a_file_and_its_run_is_named_after_it(tmp_path):
+    (tmp_path / "mine.toml").write_text('[job]\nname = "mine"\n[train]\nepochs = 2\n')
+    result = answer(run("run", str(tmp_path / "mine.toml"), "--dry-run", "--json"))
+    assert result["run_dir"].endswith("/runs/mine") and result["settings"]["train"]["epochs"] == 2
+    unknown = answer(run("run", str(tmp_path / "mine.toml"), "--dry-run", "--json", "--set", "verifier.model=somebody/model"))
+    assert unknown["plans"] == [] and "No plan: The shape of verifier" in unknown["text"]
+    assert answer(run("smoke", "--set", "job.name=other", "--dry-run", "--json"))["run_dir"].endswith("/runs/other")
+
+
+def test_every_setting_is_listed_as_json_too():
+    listed = answer(run("settings", "--json"))["settings"]
+    assert "train.epochs" in listed and all(listed.values())
+
+
 def test_an_unknown_key_is_78_with_the_nearest_one():
     done = run("smoke", "--set", "train.learning_rat=1", "--json")
     assert done.returncode == 78
@@ -93,14 +107,17 @@ def test_a_run_of_another_job_is_not_continued(tmp_path):
     assert done.returncode == 78 and "holds a run of the job 'hero'" in answer(done)["error"]["message"]
 
 
-def test_preflight_names_every_problem_at_once(tmp_path):
-    settings = ["prompts.source=/nowhere/prompts.jsonl", "vocab.size=99999999", "push.uri=file:///proc/none/head"]
-    done = run("preflight", "smoke", "--json", *(part for s in settings for part in ("--set", s)))
+def test_preflight_names_every_problem_at_once_and_begins_no_run(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"messages": [{"role": "user", "content": "Why?"}]}\n{"messages": \n')
+    settings = [f"prompts.source={prompts}", "vocab.size=99999999", "push.uri=file:///proc/none/head"]
+    done = run("preflight", "smoke", "--json", "--run-dir", str(tmp_path / "run"), *(part for s in settings for part in ("--set", s)))
     assert done.returncode == 78, done.stderr
     message = answer(done)["error"]["message"]
     assert "3 problem(s)" in message
-    for expected in ("/nowhere/prompts.jsonl", "vocab.size = 99999999", "/proc/none"):
-        assert expected in message
+    for expected in (f"{prompts}, line 2", "vocab.size = 99999999", "/proc/none"):
+        assert expected in message and sum(expected in line for line in done.stderr.splitlines() if line.startswith("  - ")) == 1
+    assert answer(done)["run_dir"] == str(tmp_path / "run") and list(tmp_path.iterdir()) == [prompts], "measured on the run's disk, and nothing is left there"
 
 
 def test_status_and_report_of_a_folder_without_a_run(tmp_path):
@@ -116,6 +133,9 @@ def test_sigterm_before_any_work_is_75(tmp_path):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (events.exists() and "run started" in events.read_text()):
         time.sleep(0.05)
+    os.kill(process.pid, signal.SIGHUP)  # a lost connection ends nothing
+    time.sleep(0.5)
+    assert process.poll() is None
     os.kill(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.backup import backup_uri, folder_of
-from jobs.errors import JobError, MustFix
+from jobs.errors import Interrupted, JobError, MustFix
 from jobs.reporting import plan as planning
 from jobs.reporting.machines import MACHINES, Machine
 from jobs.run import Context
@@ -56,7 +56,10 @@ def run(context: Context) -> dict[str, Any]:
     report = {"versions": context.run.ledger["versions"], "checks": found, "measured": measured}
     write_json_atomically(context.path / "preflight.json", report)
     if problems:
-        raise MustFix(f"Preflight found {len(problems)} problem(s): {' | '.join(problems)}", where=str(context.path / "preflight.json"), remedy="mend them and run the same command again")
+        raise MustFix(
+            f"Preflight found {len(problems)} problem(s): {' | '.join(problems)}", where=str(context.path / "preflight.json"),
+            remedy="mend them and run the same command again", problems=problems,
+        )  # fmt: skip
     return {"checks": len(found)}
 
 
@@ -68,6 +71,8 @@ def _all_at_once(context: Context, measured: dict[str, Any]) -> dict[str, dict[s
     def look(name: str) -> None:
         try:
             problems = list(CHECKS[name](context, measured))
+        except Interrupted:
+            raise
         except JobError as error:
             problems = [error.sentence()]
         except Exception as error:
@@ -78,10 +83,12 @@ def _all_at_once(context: Context, measured: dict[str, Any]) -> dict[str, dict[s
     for thread in threads.values():
         thread.start()
     for name in IN_THE_MAIN_THREAD:
-        look(name)
+        with context.should_stop.breakable():  # imports of half a minute, and nothing to save
+            look(name)
     while any(thread.is_alive() for thread in threads.values()) and time.monotonic() - began < LIMIT_SECONDS:
         context.should_stop.raise_if_set()
         time.sleep(0.05)
+    context.should_stop.raise_if_set()
     for name in CHECKS:
         found.setdefault(name, {"seconds": LIMIT_SECONDS, "problems": [f"the check {name} did not end within {LIMIT_SECONDS:.0f} s: something it asks does not answer"]})
     return {name: found[name] for name in CHECKS}

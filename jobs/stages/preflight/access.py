@@ -7,11 +7,13 @@ from typing import Any
 
 from jobs.backup import backup_uri
 from jobs.draft.statistics import MINIMUM_PROMPTS
-from jobs.errors import JobError, TryAgain
+from jobs.errors import JobError, MustFix, TryAgain
 from jobs.run import Context
-from jobs.settings import Settings
+from jobs.settings import PromptSource, PromptsSettings, Settings
 from jobs.stages import hub, push, standard
+from jobs.stages import prompts as stages_prompts
 from jobs.storage import bucket, saved_run
+from jobs.storage.responses import RESPONSES
 from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.fit import refuse_too_large
 from jobs.verifier.tiny import CHECKPOINT
@@ -37,16 +39,33 @@ def repositories(context: Context, found: dict[str, Any]) -> Iterator[str]:
 
 
 def prompts(context: Context) -> Iterator[str]:
-    """Files that are there, standard sets that are known, and an eval split large enough for the intervals."""
+    """Files whose every line is a prompt, standard sets that are known, and an eval split large enough for the intervals."""
     wanted = context.settings.prompts
-    for source in (wanted.source, wanted.eval_source, *(part.source for part in (*wanted.mix, *wanted.standard))):
-        if source and source.endswith((".jsonl", ".json")) and not Path(source).is_file():
-            yield f"the prompts {source} are no file"
+    evaluation = wanted.model_copy(update={"source": wanted.eval_source})
+    for part in (wanted, *((evaluation,) if wanted.eval_source else ()), *wanted.mix):
+        if part.source.endswith((".jsonl", ".json")):
+            yield from _lines(context, part)
+    for each in wanted.standard:
+        if each.source and each.source.endswith((".jsonl", ".json")) and not Path(each.source).is_file():
+            yield f"the prompts {each.source} are no file: correct the source of {each.name} in prompts.standard"
+    answers = context.settings.generate.responses
+    for split in ("eval", "train") if answers else ():
+        if not (Path(answers) / split / RESPONSES).is_file():
+            yield f"generate.responses = {answers!r} holds no {split}/{RESPONSES}: give the folder of existing answers, or leave it out"
     for each in wanted.standard:
         if standard.source_of(each) is None:
             yield f"no standard set is called {each.name!r}: known are {', '.join(standard.KNOWN)}; for another one give its source"
     if wanted.eval_samples < MINIMUM_PROMPTS:
         yield f"prompts.eval_samples = {wanted.eval_samples} is too small for a confidence interval, which needs {MINIMUM_PROMPTS} prompts"
+
+
+def _lines(context: Context, part: PromptsSettings | PromptSource) -> Iterator[str]:
+    """The first line of a file that is no prompt: after `fetch` it would cost the time of half a terabyte."""
+    try:
+        for _ in stages_prompts.read(context, part):
+            context.should_stop.raise_if_set()
+    except MustFix as error:
+        yield error.sentence()
 
 
 def checkpoint_folder(settings: Settings) -> Path | None:

@@ -31,7 +31,7 @@ def disk(folder: Path, needed: float, there: float | None = None) -> Iterator[st
     there = bytes_under(folder) if there is None else there
     free, missing = shutil.disk_usage(folder).free, SPARE_BYTES + max(needed - there, 0)
     if free < missing:
-        yield f"{folder} has {free / 1e9:.1f} GB free, the run needs about {missing / 1e9:.1f} GB more there: take a larger disk, fewer samples or states.dtype = fp8"
+        yield f"{folder} has {free / 1e9:.1f} GB free, the run needs about {missing / 1e9:.1f} GB more there: take a larger disk or fewer samples, and states.dtype = fp8 where it is not yet"
 
 
 def bytes_under(folder: Path) -> int:
