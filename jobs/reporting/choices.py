@@ -144,7 +144,7 @@ def _share(planned: Plan, seconds: Range) -> Range | None:
 
 
 def _paid(cost: Range | None, planned: Plan) -> str:
-    return f" for {span(cost, figures.money_text)} {planned.currency}" if cost else ""
+    return f" for {span(cost, figures.money_text)} {planned.currency} of rent" if cost else ""
 
 
 def samples_within(amount: float, settings: Settings, rates: Rates | None, machine: Machine, **options: Any) -> Range:

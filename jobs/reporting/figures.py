@@ -200,18 +200,14 @@ def money_text(amount: float | None, currency: str = "") -> str:
     return "-" if amount is None else f"{amount:,.2f} {currency}".strip()
 
 
-def interval_text(mean: float, low: float | None, high: float | None) -> str:
-    return f"{mean:.2f}" if low is None or high is None else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
-
-
 def is_shown(name: str) -> bool:
     """Counts that have no place of their own beside the counts: what was dropped and rates have."""
     return not name.startswith("dropped") and name not in LEFT_OUT and not name.endswith(PER_SECOND)
 
 
 def main_counts(row: StageRow, limit: int = 4) -> str:
-    """The counts worth a table cell: scalars only, in the order the stage gave them."""
-    scalar = {key: value for key, value in row.counts.items() if isinstance(value, int | float | str)}
+    """The counts worth a table cell: scalars only, in the order the stage gave them; of what there is none nothing is said."""
+    scalar = {key: value for key, value in row.counts.items() if isinstance(value, float | str) or (isinstance(value, int) and value)}
     shown = [counted_text(key, value) for key, value in scalar.items() if is_shown(key)][:limit]
     if row.dropped:
         shown.append(f"{sum(row.dropped.values()):,} dropped")
