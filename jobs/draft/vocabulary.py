@@ -127,26 +127,6 @@ def check_maps(d2t: Tensor, t2d: Tensor, *, where: str) -> None:
         )
 
 
-def count_tokens(sequences: Iterable[Iterable[int]], vocab_size: int) -> Tensor:
-    """Frequency of every id over the given response ids: int64 [V].
-
-    Raises:
-        MustFix: an id outside the vocabulary (responses of another tokenizer), or no token at all.
-    """
-    counts = torch.zeros(vocab_size, dtype=torch.int64)  # [V]
-    for sequence in sequences:
-        ids = torch.as_tensor(list(sequence), dtype=torch.int64)
-        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
-            raise MustFix(
-                f"A response holds id {int(ids.max()) if ids.max() >= vocab_size else int(ids.min())}, outside the verifier's vocabulary of {vocab_size}",
-                remedy="the responses come from another tokenizer; generate them with this verifier",
-            )
-        counts += torch.bincount(ids, minlength=vocab_size)
-    if not int(counts.sum()):
-        raise MustFix("There is no response token to build the draft vocabulary from", remedy="check that the train split holds finished answers")
-    return counts
-
-
 def build(counts: Mapping[int, int] | Tensor, size: int | None, forced_ids: Iterable[int], vocab_size: int) -> DraftVocabulary:
     """The `size` most frequent ids, with `forced_ids` in at any frequency.
 

@@ -55,7 +55,7 @@ def warm_start(head: Eagle3Head, verifier: VerifierWeights, counts: Mapping[int,
     Args:
         head: from `jobs.draft.formats.load_head`.
         verifier: gives the rows of new ids and the embedding.
-        counts: frequency of response ids, [V] or a mapping (`jobs.draft.vocabulary.count_tokens`).
+        counts: frequency of response ids, [V] or a mapping from id.
         forced_ids: special and template ids that must be draftable.
 
     Raises:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from jobs.draft.attention import Documents
 from jobs.draft.formats import load_head, save_llama_eagle3, save_speculators
 from jobs.draft.model import Eagle3Head, HeadConfig, UnrollCache, VerifierWeights
 from jobs.draft.replay import Counts, count_sample, draft_chains, judge
-from jobs.draft.vocabulary import build, count_tokens
+from jobs.draft.vocabulary import build
 from jobs.storage.states import StateStore
 from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.ngram import ngram_chains
@@ -77,7 +78,7 @@ def verifier() -> VerifierWeights:
 def trained(store: StateStore, verifier: VerifierWeights, norm_before_residual: bool, taps: tuple[int, int, int]) -> Eagle3Head:
     """A head after 60 plain AdamW steps on the true tokens of the first rows, so that acceptance is neither 0 nor 1."""
     facts = VerifierFacts.read(CHECKPOINT)
-    counts = count_tokens((store.response(i).response_token_ids for i in store.ids()), facts.vocab_size)
+    counts = Counter(token for i in store.ids() for token in store.response(i).response_token_ids)
     config = HeadConfig(
         facts.vocab_size, 512, facts.hidden_size, 256, facts.heads, facts.heads, facts.hidden_size // facts.heads, facts.rms_norm_eps,
         1e4, None, taps, norm_before_residual,
