@@ -42,7 +42,7 @@ def preflight(name: str, run_dir: Path | None, overrides: Sequence[str]) -> dict
     """Everything that can fail, on the disk the run would be on, without beginning one."""
     path = (run_dir or Path("runs") / _job_name(name, overrides)).absolute()
     settings = load(name, overrides=overrides, base=_earlier_settings(path, _job_name(name, overrides)))
-    disk = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    disk = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
         folder = tempfile.TemporaryDirectory(prefix=".eagle3-preflight-", dir=disk)
     except OSError as error:
