@@ -13,6 +13,8 @@ and after leaves a window of one request; a mix made in it is found by the reade
 Nothing is sent twice that arrived: a file counts as there when its size and its sha256 agree (the
 object's metadata, our own upload record, or the bytes themselves in a folder), and a killed multipart
 upload goes on at its missing parts, so at most one part a thread is sent again.
+
+Several files go at once, because each costs a few round trips; the parts of all share one set of threads.
 """
 
 import datetime
@@ -20,21 +22,25 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.errors import Interrupted, MustFix, TryAgain
+from jobs.errors import Interrupted, JobError, MustFix, TryAgain
 from jobs.settings import PushSettings
 from jobs.storage.destination import Destination, Progress, ShouldStop, destination
 from jobs.storage.download import Streams, download
 from jobs.storage.files import disk_full_named, fsync_folder, held, sha256_file, write_atomically
+from jobs.storage.local_files import LocalFiles
 from jobs.storage.manifest import CLAIM, MANIFEST, WANTED, FileEntry, Manifest, UploadState
 from jobs.storage.s3 import S3Destination
 
 PROBED_BYTES, SMALLEST_PART_MIB = 12 << 20, 5  # three parts, the last one short
+FILES_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -64,40 +70,40 @@ def publish(
     there already is not sent again. `should_stop` raises Interrupted between parts.
     """
     started = time.monotonic()
-    manifest = _local_manifest(Path(folder), should_stop)
+    manifest = Manifest.load(Path(folder))
+    local = LocalFiles(Path(folder), manifest, should_stop)
     place = destination(uri, settings)
-    upload_state = UploadState(state, uri)
-    report, counts = progress or (lambda done, total: None), {"done": 0, "sent": 0}
-
-    def arrived(size: int, *, sent: bool) -> None:
-        counts["done"] += size
-        counts["sent"] += size if sent else 0
-        report(counts["done"], manifest.bytes)
-
-    with place.hold():
+    upload_state, tally = UploadState(state, uri), _Tally(progress, manifest.bytes)
+    with place.hold(), local:
         standing = place.read_small(MANIFEST)
         if standing is not None and standing != manifest.content:
             if not replace:
                 raise _another_head(uri)
             place.delete(MANIFEST)
         _claim(place, manifest, upload_state)
-        for entry in manifest.files:
-            if should_stop():
-                raise Interrupted("The upload was stopped", where=uri, remedy="run the same command to go on")
+
+        def send(entry: FileEntry, stop: ShouldStop) -> None:
             if place.holds(entry, standing == manifest.content or upload_state.arrived(entry)):
-                arrived(entry.bytes, sent=False)
-                continue
+                return tally.add(entry.bytes)
             _require_claim(place, manifest)
-            before = counts["done"]
-            place.upload(
-                entry, Path(folder) / entry.name, upload_state, lambda size: arrived(size, sent=True), should_stop
-            )
-            arrived(before + entry.bytes - counts["done"], sent=False)  # parts an earlier call had sent
+            counted = tally.of_one_file()
+            place.upload(entry, local.path(entry), upload_state, counted, stop, lambda: local.confirm(entry))
+            tally.add(entry.bytes - counted.bytes)  # parts an earlier call had sent
             if settings.read_back:
                 _read_back(place, entry, upload_state)
-        _seal(place, manifest, upload_state)
+
+        try:
+            _several_at_once(manifest.files, send, lambda: local.damage is not None or should_stop(), "upload", uri)
+            for entry in manifest.files:
+                local.confirm(entry)
+        except JobError:
+            if local.damage is None:
+                raise
+            _withdraw(place, manifest, upload_state)
+            raise local.damage from None
+        _seal(place, manifest, upload_state, settings.threads)
     seconds = time.monotonic() - started
-    return Published(uri, manifest.sha256, len(manifest.files), manifest.bytes, counts["sent"], seconds)
+    return Published(uri, manifest.sha256, len(manifest.files), manifest.bytes, tally.sent, seconds)
 
 
 def pull(
@@ -124,12 +130,13 @@ def pull(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with held(folder.with_name(f".{folder.name}.lock"), what=f"the download to {folder}", remove=True):
             _prepare_staging(staging, manifest)
-            done = 0
+            tally = _Tally(progress, manifest.bytes)
             with ThreadPoolExecutor(settings.threads, thread_name_prefix="download") as pool:
-                for entry in manifest.files:
-                    streams = Streams(pool, settings, place, should_stop)
-                    download(streams, entry, staging, lambda size, base=done: _tell(progress, base + size, manifest))
-                    done += entry.bytes
+
+                def bring(entry: FileEntry, stop: ShouldStop) -> None:
+                    download(Streams(pool, settings, place, stop), entry, staging, tally.add)
+
+                _several_at_once(manifest.files, bring, should_stop, "download", uri)
             write_atomically(staging / MANIFEST, manifest.content)
             (staging / WANTED).unlink()
             for path in [staging, *(path for path in staging.rglob("*") if path.is_dir())]:
@@ -168,7 +175,8 @@ def _probe_parts(place: Destination, name: str, settings: PushSettings) -> dict[
         entry = FileEntry(name, sha256_file(Path(file.name)), PROBED_BYTES)
         began = time.monotonic()
         try:
-            small_parts.upload(entry, Path(file.name), UploadState(None, place.uri), lambda size: None, lambda: False)
+            upload_state = UploadState(None, place.uri)
+            small_parts.upload(entry, Path(file.name), upload_state, lambda size: None, lambda: False, lambda: None)
             sent = time.monotonic()
             came = hashlib.sha256(b"".join(place.read(name))).hexdigest()
             ended = time.monotonic()
@@ -180,26 +188,74 @@ def _probe_parts(place: Destination, name: str, settings: PushSettings) -> dict[
     return {"sent_per_second": PROBED_BYTES / (sent - began), "read_per_second": PROBED_BYTES / (ended - sent)}
 
 
+class _Tally:
+    """Bytes done of all files together, told to `progress` from any thread, one call at a time."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self._progress, self._total, self._lock = progress or (lambda done, total: None), total, threading.Lock()
+        self.done, self.sent = 0, 0
+
+    def add(self, size: int, *, sent: bool = False) -> None:
+        with self._lock:
+            self.done += size
+            self.sent += size if sent else 0
+            self._progress(self.done, self._total)
+
+    def of_one_file(self) -> "_FileTally":
+        return _FileTally(self)
+
+
+class _FileTally:
+    """Bytes of one file that this call has sent."""
+
+    def __init__(self, all_files: _Tally):
+        self._all, self._lock, self.bytes = all_files, threading.Lock(), 0
+
+    def __call__(self, size: int) -> None:
+        with self._lock:
+            self.bytes += size
+        self._all.add(size, sent=True)
+
+
+def _several_at_once(
+    files: tuple[FileEntry, ...], work: Callable[[FileEntry, ShouldStop], None], should_stop: ShouldStop, what: str, uri: str
+) -> None:
+    """work(file, stop) for every file, FILES_AT_ONCE at a time; one that fails stops the others and is raised."""
+    failed = threading.Event()
+
+    def stop() -> bool:
+        return failed.is_set() or should_stop()
+
+    def guarded(entry: FileEntry) -> None:
+        try:
+            if stop():
+                raise Interrupted(f"The {what} was stopped", where=uri, remedy="run the same command to go on")
+            work(entry, stop)
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix=what) as pool:
+        futures = [pool.submit(guarded, entry) for entry in files]
+        try:
+            wait(futures)
+        except BaseException:  # Ctrl-C in this thread
+            failed.set()
+            raise
+    errors = [error for future in futures if (error := future.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, Interrupted)):  # the cause before its consequences
+        raise error
+
+
 # -- publishing ----------------------------------------------------------------------------------------
 
 
-def _local_manifest(folder: Path, should_stop: ShouldStop) -> Manifest:
-    """The manifest, after every file it names was found with its size and sha256: damage is not published."""
-    manifest = Manifest.load(folder)
+def _withdraw(place: Destination, manifest: Manifest, state: UploadState) -> None:
+    """Take back what an upload of damaged files left: its parts cost money, its claim keeps others out."""
+    place.clean_up(manifest.files)
     for entry in manifest.files:
-        path = folder / entry.name
-        if should_stop():
-            raise Interrupted("The upload was stopped", where=str(folder), remedy="run the same command to go on")
-        if not path.is_file():
-            what = "is named in its manifest but missing"
-        elif path.stat().st_size != entry.bytes:
-            what = f"has {path.stat().st_size:,} bytes instead of the {entry.bytes:,} of its manifest"
-        elif sha256_file(path) != entry.sha256:
-            what = "has another sha256 than its manifest says"
-        else:
-            continue
-        raise MustFix(f"{entry.name} {what}", where=str(folder), remedy="run the package stage again")
-    return manifest
+        state.forget(entry.name)
+    place.delete(CLAIM)
 
 
 def _another_head(uri: str) -> MustFix:
@@ -257,12 +313,21 @@ def _read_back(place: Destination, entry: FileEntry, state: UploadState) -> None
         )
 
 
-def _seal(place: Destination, manifest: Manifest, state: UploadState) -> None:
+def _seal(place: Destination, manifest: Manifest, state: UploadState, threads: int) -> None:
     """Check that all of it is there and ours, put the manifest, take the claim away."""
+    with ThreadPoolExecutor(threads) as pool:
+        standing = list(pool.map(lambda entry: place.found(entry.name), manifest.files))
     _require_claim(place, manifest)
-    for entry in manifest.files:
-        found = place.found(entry.name)
-        if found is None or found[0] != entry.bytes or found[1] not in (None, entry.sha256):
+    for entry, found in zip(manifest.files, standing, strict=True):
+        if found is None or found[0] != entry.bytes:
+            state.forget(entry.name)
+            size = "nothing" if found is None else f"{found[0]:,} bytes"
+            raise TryAgain(
+                f"{entry.name} arrived as {size} instead of {entry.bytes:,} bytes",
+                where=place.uri,
+                remedy="run the same command again",
+            )
+        if found[1] not in (None, entry.sha256):
             state.forget(entry.name)
             raise TryAgain(
                 f"{entry.name} was changed by somebody else", where=place.uri, remedy="run the same command again"
@@ -275,11 +340,6 @@ def _seal(place: Destination, manifest: Manifest, state: UploadState) -> None:
 
 
 # -- pulling -------------------------------------------------------------------------------------------
-
-
-def _tell(progress: Progress | None, done: int, manifest: Manifest) -> None:
-    if progress:
-        progress(done, manifest.bytes)
 
 
 def _remote_manifest(place: Destination) -> Manifest:

@@ -33,7 +33,13 @@ class Destination(Protocol):
     def delete(self, name: str) -> None: ...
     def names(self, prefix: str) -> list[str]: ...  # of everything below the folder `prefix`, which ends in "/"
     def upload(
-        self, entry: FileEntry, path: Path, state: UploadState, sent: Callable[[int], None], should_stop: ShouldStop
+        self,
+        entry: FileEntry,
+        path: Path,
+        state: UploadState,
+        sent: Callable[[int], None],  # (bytes more)
+        should_stop: ShouldStop,
+        confirm: Callable[[], None],  # called before the file appears; raises where it must not
     ) -> None: ...
     def clean_up(self, entries: tuple[FileEntry, ...]) -> None: ...
 

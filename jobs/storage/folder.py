@@ -121,6 +121,7 @@ class FolderDestination:
         state: UploadState,
         sent: Callable[[int], None],
         should_stop: Callable[[], bool],
+        confirm: Callable[[], None],
     ) -> None:
         """Copy under a hidden name (a killed copy goes on where it stopped), check its sha256, rename."""
         final = self.root / entry.name
@@ -129,6 +130,7 @@ class FolderDestination:
             final.parent.mkdir(parents=True, exist_ok=True)
             for _ in range(2):  # the second time without the part an earlier process left
                 self._copy(path, temporary, sent, should_stop)
+                confirm()
                 if sha256_file(temporary) == entry.sha256:
                     os.replace(temporary, final)
                     fsync_folder(final.parent)

@@ -5,8 +5,9 @@ client passes no endpoint_url on (uploads meant for another provider go to AWS),
 spoken here: create, list_parts, upload_part, complete, with the upload's id kept in `UploadState`.
 
 - Parts have equal sizes (Cloudflare R2 demands it) and travel with Content-MD5: the one integrity
-  header every S3 server knows. boto3's newer CRC headers are off unless the settings ask for them
-  (`when_required`): they break R2, Ceph and OVH.
+  header every S3 server knows. boto3's newer CRC headers break R2, Ceph and OVH and are off
+  (`when_required`) unless the settings ask for them; then a CRC, a fifth of the work, takes MD5's place.
+- Small parts, all threads busy to the end: a killed upload sends at most one part a thread again.
 - An ETag is never taken for a content hash (it is not one for multipart objects, nor under KMS): the
   sha256 travels as metadata where the server keeps metadata, and stands in the manifest always.
 - `If-None-Match: *` is sent with the manifest; servers that ignore it (rclone) are covered by a GET
@@ -17,22 +18,25 @@ spoken here: create, list_parts, upload_part, complete, with the upload's id kep
 import base64
 import contextlib
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 
 from botocore.exceptions import BotoCoreError, ClientError
 
 from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.settings import PushSettings
+from jobs.storage.local_files import read_into
 from jobs.storage.manifest import FileEntry, UploadState
 from jobs.storage.s3_client import ABSENT, NO_ANSWER, NO_PERMISSION, client_for, error_code, explained, http_status
 
 MIB = 1 << 20
 LARGEST_PART_NUMBER = 10_000
-_BLOCK = 1 << 20
+PARTS_A_THREAD, SMALL_PART_MIB = 4, 8  # so many at least, unless the parts became smaller than that
+_BLOCK = 1 << 18  # bytes: read, written and hashed while they are in a core's cache
 
 
 class S3Destination:
@@ -44,6 +48,8 @@ class S3Destination:
         self.uri, self.bucket, self.settings = uri, bucket, settings
         self.prefix = prefix.strip("/")
         self.client = client_for(settings, uri)
+        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="upload")  # of all files together
+        self._kept = threading.local()
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
@@ -155,10 +161,14 @@ class S3Destination:
             Bucket=self.bucket,
             Key=self.key(name),
             Body=data,
-            ContentMD5=_md5(data),
             Metadata={"sha256": sha256},
+            **self._integrity(data),
             **extra,
         )
+
+    def _integrity(self, data: bytes | bytearray) -> dict[str, str]:
+        """What the server compares the bytes with; a CRC is botocore's own work."""
+        return {"ContentMD5": _md5(data)} if self.settings.checksums == "when_required" else {}
 
     def delete(self, name: str) -> None:
         with self._explaining():
@@ -171,21 +181,21 @@ class S3Destination:
         state: UploadState,
         sent: Callable[[int], None],
         should_stop: Callable[[], bool],
+        confirm: Callable[[], None],
     ) -> None:
-        """Send one file; a multipart upload that an earlier process began is continued at its missing parts."""
-        part_bytes = _part_bytes(entry.bytes, self.settings.part_mib)
+        """Send one file; a multipart upload that an earlier process began is continued at its missing parts.
+
+        Every request's answer is believed here; what then stands there is looked at once, before the manifest.
+        """
+        part_bytes = _part_bytes(entry.bytes, self.settings.part_mib, self.settings.threads)
         with self._explaining():
             if entry.bytes <= part_bytes:
+                confirm()
                 self._abort_known(entry.name, state)
                 self._put(entry.name, path.read_bytes(), entry.sha256)
                 sent(entry.bytes)
             else:
-                self._upload_parts(entry, path, part_bytes, state, sent, should_stop)
-        found = self.found(entry.name)
-        if found is None or found[0] != entry.bytes:
-            state.forget(entry.name)
-            size = "nothing" if found is None else f"{found[0]:,} bytes"
-            raise TryAgain(f"{entry.name} arrived as {size} instead of {entry.bytes:,} bytes", where=self.uri)
+                self._upload_parts(entry, path, part_bytes, state, sent, should_stop, confirm)
         state.record(entry, done=True)
 
     def _upload_parts(
@@ -196,11 +206,13 @@ class S3Destination:
         state: UploadState,
         sent: Callable[[int], None],
         should_stop: Callable[[], bool],
+        confirm: Callable[[], None],
     ) -> None:
         for attempt in range(3):  # an upload can vanish: expired, or aborted by a lifecycle rule
-            upload_id, parts = self._continue_or_begin(entry, part_bytes, state)
+            upload_id, part_bytes, parts = self._continue_or_begin(entry, path, part_bytes, state)
             try:
                 self._send_missing(entry, path, part_bytes, upload_id, parts, sent, should_stop)
+                confirm()
                 self.client.complete_multipart_upload(
                     Bucket=self.bucket,
                     Key=self.key(entry.name),
@@ -220,21 +232,27 @@ class S3Destination:
                     return
                 state.forget(entry.name)
 
-    def _continue_or_begin(self, entry: FileEntry, part_bytes: int, state: UploadState) -> tuple[str, dict[int, str]]:
-        """(upload id, part number -> ETag of the parts that are there); parts of another content are given up."""
-        known = state.upload(entry.name)
+    def _continue_or_begin(
+        self, entry: FileEntry, path: Path, part_bytes: int, state: UploadState
+    ) -> tuple[str, int, dict[int, str]]:
+        """(upload id, its bytes a part, part number -> ETag of the parts that are there).
+
+        Parts of another content are given up, and those of a file written since: they may have been sent
+        before it was hashed.
+        """
+        known, written = state.upload(entry.name), path.stat().st_mtime_ns
         if known.get("upload_id"):
-            if known.get("sha256") == entry.sha256 and known.get("part_bytes") == part_bytes:
-                parts = self._parts_there(entry, known["upload_id"], part_bytes)
+            if (known.get("sha256"), known.get("mtime_ns")) == (entry.sha256, written):
+                parts = self._parts_there(entry, known["upload_id"], known["part_bytes"])
                 if parts is not None:
-                    return known["upload_id"], parts
+                    return known["upload_id"], known["part_bytes"], parts
             else:
                 self._abort(entry.name, known["upload_id"])
         answer = self.client.create_multipart_upload(
             Bucket=self.bucket, Key=self.key(entry.name), Metadata={"sha256": entry.sha256}
         )
-        state.record(entry, part_bytes=part_bytes, upload_id=answer["UploadId"])
-        return answer["UploadId"], {}
+        state.record(entry, part_bytes=part_bytes, upload_id=answer["UploadId"], mtime_ns=written)
+        return answer["UploadId"], part_bytes, {}
 
     def _parts_there(self, entry: FileEntry, upload_id: str, part_bytes: int) -> dict[int, str] | None:
         parts: dict[int, str] = {}
@@ -264,35 +282,50 @@ class S3Destination:
         """Send the parts that are not in `parts`, `threads` at a time, and enter them there."""
         failed = threading.Event()
 
-        def send(number: int) -> tuple[int, str, int]:
+        def send(number: int) -> None:
             if failed.is_set():
                 raise Interrupted("The upload was stopped", where=self.uri, remedy="run the same command to go on")
             if should_stop():
                 failed.set()
                 raise Interrupted("The upload was stopped", where=self.uri, remedy="run the same command to go on")
-            with open(path, "rb") as file:
-                data = os.pread(file.fileno(), _part_size(number, entry.bytes, part_bytes), (number - 1) * part_bytes)
+            size = _part_size(number, entry.bytes, part_bytes)
+            data = self._part(path, (number - 1) * part_bytes, size)
             answer = self.client.upload_part(
                 Bucket=self.bucket,
                 Key=self.key(entry.name),
                 UploadId=upload_id,
                 PartNumber=number,
                 Body=data,
-                ContentMD5=_md5(data),
+                **self._integrity(data),
             )
-            return number, answer["ETag"], len(data)
+            parts[number] = answer["ETag"]
+            sent(size)  # here, so that a stop for what was sent is seen before this thread's next part
 
         count = -(-entry.bytes // part_bytes)
-        with ThreadPoolExecutor(self.settings.threads, thread_name_prefix="upload") as pool:
-            futures = [pool.submit(send, number) for number in range(1, count + 1) if number not in parts]
-            try:
-                for future in as_completed(futures):
-                    number, etag, size = future.result()
-                    parts[number] = etag
-                    sent(size)
-            except BaseException:
-                failed.set()
-                raise
+        futures = [self._pool.submit(send, number) for number in range(1, count + 1) if number not in parts]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            failed.set()
+            wait(futures)
+            raise
+
+    def _part(self, path: Path, start: int, size: int) -> bytearray:
+        """The file's bytes, in this thread's own buffer: a new one a part is a page fault every 4 KiB.
+
+        Not `bytes`, which botocore copies behind the headers.
+        """
+        buffer = getattr(self._kept, "buffer", None)
+        if buffer is None or len(buffer) != size:
+            buffer = self._kept.buffer = bytearray(size)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if read_into(descriptor, buffer, start) != size:
+                raise TryAgain(f"{path.name} became shorter while it was sent", where=str(path))
+        finally:
+            os.close(descriptor)
+        return buffer
 
     def _abort_known(self, name: str, state: UploadState) -> None:
         upload_id = state.upload(name).get("upload_id")
@@ -321,14 +354,15 @@ class S3Destination:
                     )
 
 
-def _md5(data: bytes) -> str:
+def _md5(data: bytes | bytearray) -> str:
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
-def _part_bytes(size: int, part_mib: int) -> int:
-    """Bytes of a part: as set, or as many whole MiB more as 10,000 parts need."""
-    least = -(-size // LARGEST_PART_NUMBER)
-    return max(part_mib * MIB, -(-least // MIB) * MIB)
+def _part_bytes(size: int, part_mib: int, threads: int) -> int:
+    """Bytes of a part, whole MiB: as set at most, less where the threads would not all have some, and as many
+    more as 10,000 parts need."""
+    spread = max(size / (PARTS_A_THREAD * threads), SMALL_PART_MIB * MIB)
+    return math.ceil(max(min(part_mib * MIB, spread), size / LARGEST_PART_NUMBER) / MIB) * MIB
 
 
 def _part_size(number: int, size: int, part_bytes: int) -> int:

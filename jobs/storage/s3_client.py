@@ -107,7 +107,10 @@ def client_for(settings: PushSettings, uri: str) -> Any:
         request_checksum_calculation=settings.checksums,
         response_checksum_validation=settings.checksums,
         signature_version="s3v4",
-        s3={"addressing_style": "path" if settings.path_style else "auto"},
+        s3={
+            "addressing_style": "path" if settings.path_style else "auto",
+            "payload_signing_enabled": False,  # over plain http a second hash: Content-MD5 or a CRC is signed already
+        },
     )
     region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if region is None and settings.endpoint_url:

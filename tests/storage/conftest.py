@@ -50,7 +50,7 @@ def settings(server) -> PushSettings:
 def place(request, tmp_path) -> tuple[str, PushSettings]:
     """(uri, settings) of an empty destination: what must hold, must hold for buckets and folders."""
     if request.param == "file":
-        return (tmp_path / "destination" / "head").as_uri(), PushSettings()
+        return (tmp_path / "destination" / "head").as_uri(), PushSettings(part_mib=5, threads=2)
     server = request.getfixturevalue(request.param)
     monkeypatch = request.getfixturevalue("monkeypatch")
     for name, value in server.environment.items():

@@ -1,12 +1,16 @@
 """Folders that look like a packaged head, and processes that die while publishing or pulling one."""
 
+import contextlib
 import hashlib
 import json
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
+
+from jobs.storage import s3
 
 MIB = 1 << 20
 MODEL_BYTES = 17 * MIB + 7  # four parts of 5 MiB, the last one short
@@ -54,3 +58,23 @@ def killed_at(bytes_done: int, work: Callable[[Callable[[int, int], None]], obje
     done = int(os.read(read_end, 100))
     os.close(read_end)
     return done
+
+
+@contextlib.contextmanager
+def sent_bodies_counted(ledger: Path) -> Iterator[None]:
+    """A byte more in the (sparse) file `ledger` for every byte of a multipart part that a client begins to send,
+    retries too; what a killed process began is counted."""
+    client_for = s3.client_for
+
+    def counting(*arguments):
+        client = client_for(*arguments)
+
+        def begun(request, **_):
+            with open(ledger, "ab") as file:
+                file.truncate(file.tell() + int(request.headers["Content-Length"]))
+
+        client.meta.events.register("before-send.s3.UploadPart", begun)
+        return client
+
+    with mock.patch.object(s3, "client_for", counting):
+        yield

@@ -7,10 +7,11 @@ import time
 
 import pytest
 from faulty_network import faulty_network
-from publications import MIB, MODEL_BYTES, contents, killed_at, make_head
+from publications import MIB, MODEL_BYTES, contents, killed_at, make_head, sent_bodies_counted
 
 from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.storage.bucket import destination, publish, pull
+from jobs.storage.local_files import LocalFiles
 
 PART = 5 * MIB
 
@@ -69,8 +70,8 @@ def test_the_parts_that_arrived_are_not_sent_again(bucket, server, settings, tmp
     arrived = sum(part["Size"] for part in parts)
     assert arrived >= 2 * PART
     second = publish(head, uri, settings, state=state)
-    small = len((head / "sglang/config.json").read_bytes())  # sorted behind the model: not sent yet
-    assert second.bytes_sent == MODEL_BYTES - arrived + small
+    small = len((head / "sglang/config.json").read_bytes())  # sent beside the model, before the kill or after it
+    assert second.bytes_sent - (MODEL_BYTES - arrived) in (0, small)
 
 
 def test_without_its_state_a_killed_upload_begins_anew_and_leaves_no_parts(bucket, server, settings, tmp_path):
@@ -129,7 +130,7 @@ def test_an_interrupted_download_resumes(place, tmp_path, ending):
             )
     assert not (tmp_path / "back").exists()
     pull(uri, tmp_path / "back", settings, progress=lambda now, total: told.append(now))
-    small = len((head / "config.json").read_bytes())
+    small = 1000  # more than both small files
     assert min(now for now in told if now > small) > 9 * MIB  # nothing of the first 9 MiB was fetched again
     assert contents(tmp_path / "back") == contents(head)
 
@@ -190,6 +191,64 @@ def test_a_file_damaged_before_the_upload_is_not_published(place, tmp_path):
         publish(head, uri, settings, state=None)
     with pytest.raises(MustFix, match="Nothing is published there"):
         pull(uri, tmp_path / "back", settings)
+
+
+def test_damage_found_while_the_file_is_sent_leaves_nothing_there(place, tmp_path):
+    """A large file is hashed beside its upload: it never appears, and neither parts nor a claim stay behind."""
+    uri, settings = place
+    head, state = make_head(tmp_path / "head", 1), tmp_path / "push.json"
+    good = (head / "model.safetensors").read_bytes()
+    (head / "model.safetensors").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(MustFix, match="model.safetensors has another sha256 than its manifest says"):
+        publish(head, uri, settings, state=state)
+    assert destination(uri, settings).found("model.safetensors") is None
+    with pytest.raises(MustFix, match="Nothing is published there"):
+        pull(uri, tmp_path / "back", settings)
+    if uri.startswith("s3:"):
+        client, bucket = destination(uri, settings).client, uri.split("/")[2]
+        assert not client.list_multipart_uploads(Bucket=bucket).get("Uploads")
+    (head / "model.safetensors").write_bytes(good)
+    publish(head, uri, settings, state=state)
+    pull(uri, tmp_path / "back", settings)
+    assert contents(tmp_path / "back") == contents(head)
+
+
+def test_parts_of_a_file_written_since_are_not_used(bucket, server, settings, tmp_path):
+    """Killed before the file's sha256 was known, its parts count only while the file is untouched."""
+    uri, head, state = f"s3://{bucket}/head", make_head(tmp_path / "head", 1), tmp_path / "push.json"
+    good = (head / "model.safetensors").read_bytes()
+    (head / "model.safetensors").write_bytes(bytes(len(good)))
+    with pytest.MonkeyPatch.context() as patch:  # as if the hash took longer than the parts
+        patch.setattr(LocalFiles, "_check", lambda self, entry: None)
+        killed_at(6 * MIB, lambda progress: publish(head, uri, settings, state=state, progress=progress))
+    (head / "model.safetensors").write_bytes(good)
+    assert publish(head, uri, settings, state=state).bytes_sent >= MODEL_BYTES
+    assert len(server.client().list_multipart_uploads(Bucket=bucket).get("Uploads", [])) == 0
+    pull(uri, tmp_path / "back", settings)
+    assert contents(tmp_path / "back") == contents(head)
+
+
+def test_a_killed_upload_begins_at_most_one_part_a_thread_twice(bucket, server, settings, tmp_path):
+    """Counted where the client hands bytes to the network, parts cut off by the kill as if they were whole."""
+    uri, head, state = f"s3://{bucket}/head", make_head(tmp_path / "head", 1, 8 * PART), tmp_path / "push.json"
+    begun = tmp_path / "begun"
+    with sent_bodies_counted(begun):
+        killed_at(11 * MIB, lambda progress: publish(head, uri, settings, state=state, progress=progress))
+        first = begun.stat().st_size
+        assert first < 8 * PART
+        publish(head, uri, settings, state=state)
+    twice = begun.stat().st_size - 8 * PART
+    assert first > 0 and 0 <= twice <= settings.threads * PART
+
+
+def test_checksums_of_boto3_take_the_place_of_md5(bucket, settings, tmp_path):
+    """`when_supported` (AWS): a CRC travels with every body and no MD5 is calculated."""
+    newer = settings.model_copy(update={"checksums": "when_supported"})
+    uri, head = f"s3://{bucket}/head", make_head(tmp_path / "head", 1)
+    assert destination(uri, newer)._integrity(b"x") == {} and destination(uri, settings)._integrity(b"x")
+    publish(head, uri, newer, state=None)
+    pull(uri, tmp_path / "back", newer)
+    assert contents(tmp_path / "back") == contents(head)
 
 
 def test_a_folder_with_something_else_is_not_overwritten(place, tmp_path):
