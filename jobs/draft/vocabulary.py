@@ -148,7 +148,10 @@ def build(counts: Mapping[int, int] | Tensor, size: int | None, forced_ids: Iter
     if not 0 < size <= vocab_size:
         raise MustFix(f"A draft vocabulary of {size} ids does not fit the verifier's {vocab_size}", where="vocab.size", remedy=f"take at most {vocab_size}")
     if forced and not 0 <= forced[0] <= forced[-1] < vocab_size:
-        raise MustFix(f"A forced id of {forced[0]}..{forced[-1]} lies outside the verifier's vocabulary of {vocab_size}")
+        raise MustFix(
+            f"A special id of {forced[0]} to {forced[-1]} lies outside the verifier's vocabulary of {vocab_size}", where="vocab",
+            remedy="restore the tokenizer that belongs to this verifier",
+        )  # fmt: skip
     if len(forced) > size:
         raise MustFix(f"{len(forced)} special ids do not fit a draft vocabulary of {size}", where="vocab.size", remedy="make it larger")
     if not int(dense.sum()):
@@ -165,12 +168,18 @@ def _dense(counts: Mapping[int, int] | Tensor, vocab_size: int) -> Tensor:
     """Counts in either form -> int64 [V]."""
     if isinstance(counts, Tensor):
         if counts.shape != (vocab_size,):
-            raise MustFix(f"Counts of {tuple(counts.shape)} do not fit a vocabulary of {vocab_size}")
+            raise MustFix(
+                f"Counts of {tuple(counts.shape)} do not fit a vocabulary of {vocab_size}", where="vocab",
+                remedy="count the responses of this verifier",
+            )  # fmt: skip
         return counts.to(torch.int64).cpu()
     dense = torch.zeros(vocab_size, dtype=torch.int64)
     for token, count in counts.items():
         if not 0 <= int(token) < vocab_size:
-            raise MustFix(f"A counted id {token} lies outside the verifier's vocabulary of {vocab_size}")
+            raise MustFix(
+                f"A response holds id {token}, which lies outside the verifier's vocabulary of {vocab_size}", where="vocab",
+                remedy="the responses come from another tokenizer; generate them with this verifier",
+            )  # fmt: skip
         dense[int(token)] += int(count)
     return dense
 
