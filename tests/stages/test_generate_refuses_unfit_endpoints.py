@@ -5,6 +5,7 @@ test_generate_answers_from_two_endpoints.py.
 """
 
 import contextlib
+import io
 import json
 import socket
 import threading
@@ -14,7 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from jobs.errors import MustFix, TryAgain
+from jobs.reporting.display import Display
+from jobs.run import Context, RunDirectory
 from jobs.settings import load
+from jobs.stages import preflight
 from jobs.verifier.endpoints import require_endpoints, unfit
 from jobs.verifier.remote import Traffic
 from jobs.verifier.requests import Request
@@ -139,6 +143,18 @@ def test_the_right_server_is_known_by_either_name_and_with_its_key(small, monkey
     assert unfit(settings(small.url + "/v1/")) == {}
     assert unfit(settings(small.url, generate__endpoint_model="/somewhere/tiny")) == {}
     assert small.asked == [], "looking costs one token"
+
+
+def test_preflight_names_a_wrong_server_and_only_tells_of_one_that_is_away(small, tmp_path):
+    gone, text = nobody(), io.StringIO()
+    context = Context(settings(gone, small.url), RunDirectory(tmp_path), Display.open("plain", stream=text))
+    context.run.begin(context.settings)
+    assert list(preflight.CHECKS["endpoints"](context, {})) == [] and gone in text.getvalue()
+    small.card["max_model_len"] = 100
+    assert [small.url in sentence for sentence in preflight.CHECKS["endpoints"](context, {})] == [True]
+    context.run.stage("generate.train")["state"] = "done"
+    assert list(preflight.CHECKS["endpoints"](context, {})) == [], "what is answered needs no server"
+    context.run.close()
 
 
 def test_no_server_at_the_start_is_one_sentence_and_75(small):

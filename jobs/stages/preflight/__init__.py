@@ -216,6 +216,7 @@ CHECKS: dict[str, Callable[[Context, dict[str, Any]], Iterable[str]]] = {
     "clock": lambda context, measured: machine.clock(machine.clock_servers(context.settings)),
     "repositories": _repositories,
     "prompts": lambda context, measured: access.prompts(context),
+    "endpoints": lambda context, measured: access.endpoints(context),
     "fits": lambda context, measured: access.fits(context),
     "destination": lambda context, measured: access.destination(context, measured.setdefault("destination", {})),
 }

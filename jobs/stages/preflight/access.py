@@ -38,6 +38,19 @@ def repositories(context: Context, found: dict[str, Any]) -> Iterator[str]:
             yield f"{key} = {name!r} is neither a hub id nor a folder with a config.json"
 
 
+def endpoints(context: Context) -> Iterator[str]:
+    """The servers of `generate.endpoints` are this verifier's. One that does not answer is told, it may be back when it is asked."""
+    if not context.settings.generate.endpoints or context.run.stage("generate.train")["state"] == "done":
+        return
+    from jobs.verifier.endpoints import unfit
+
+    for error in unfit(context.settings).values():
+        if isinstance(error, TryAgain):
+            context.note(error.sentence())
+        else:
+            yield error.sentence()
+
+
 def prompts(context: Context) -> Iterator[str]:
     """Files whose every line is a prompt, standard sets that are known, and an eval split large enough for the intervals."""
     wanted = context.settings.prompts
