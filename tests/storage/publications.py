@@ -62,19 +62,23 @@ def killed_at(bytes_done: int, work: Callable[[Callable[[int, int], None]], obje
 
 @contextlib.contextmanager
 def sent_bodies_counted(ledger: Path) -> Iterator[None]:
-    """A byte more in the (sparse) file `ledger` for every byte of a multipart part that a client begins to send,
-    retries too; what a killed process began is counted."""
+    """A line in the file `ledger` with the bytes of every part that a client begins to send, retries too; what a
+    killed process began is counted."""
     client_for = s3.client_for
 
     def counting(*arguments):
         client = client_for(*arguments)
 
         def begun(request, **_):
-            with open(ledger, "ab") as file:
-                file.truncate(file.tell() + int(request.headers["Content-Length"]))
+            with open(ledger, "ab", buffering=0) as file:
+                file.write(b"%d\n" % int(request.headers["Content-Length"]))
 
         client.meta.events.register("before-send.s3.UploadPart", begun)
         return client
 
     with mock.patch.object(s3, "client_for", counting):
         yield
+
+
+def bodies_sent(ledger: Path) -> int:
+    return sum(int(line) for line in ledger.read_text().splitlines())
