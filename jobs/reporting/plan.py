@@ -276,6 +276,8 @@ def _assumptions(
     ]
     if not settings.generate.responses:
         lines.append("generation over concurrency c goes as c / (c + 28): through 60 tok/s alone and 1,536 tok/s at 200 (measured)")
+    if settings.generate.endpoints:
+        lines.append(f"generation as if this machine decoded: the {len(settings.generate.endpoints)} other servers of generate.endpoints are neither timed nor priced")
     lines.append(f"price not set (rental.price_per_hour, with rental.machine = {machine.name!r})" if price is None else f"{price:,.2f} an hour, billed for every second")
     return tuple(lines)
 

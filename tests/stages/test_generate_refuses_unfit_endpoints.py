@@ -13,6 +13,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from generate_in_process import context_of, prepare, prompt
 
 from jobs.errors import MustFix, TryAgain
 from jobs.reporting.display import Display
@@ -165,6 +166,16 @@ def test_no_server_at_the_start_is_one_sentence_and_75(small):
     with pytest.raises(TryAgain, match="None of 2 servers answers"):
         require_endpoints(settings(gone, nobody()))
     require_endpoints(settings(gone, small.url))
+
+
+def test_the_servers_are_looked_at_before_the_verifier_is_loaded(tmp_path):
+    gone = nobody()
+    folder = prepare(tmp_path / "run", [prompt(1, "Hello")], generate={"max_new_tokens": 24, "endpoints": [gone]})
+    context = context_of(folder)
+    with pytest.raises(TryAgain, match="The server does not answer"):
+        context.engine()
+    assert context.loads == 0
+    context.run.close()
 
 
 @pytest.mark.parametrize(
