@@ -230,7 +230,10 @@ class S3Destination:
                 found = self.found(entry.name)
                 if error_code(error) == "NoSuchUpload" and found == (entry.bytes, entry.sha256):
                     return
-                state.forget(entry.name)
+                # InvalidPart: a killed process's part came in late, under another ETag; look at the parts once more.
+                # rclone's server says it while it works for a dead client, and drops the upload.
+                if error_code(error) != "InvalidPart" or attempt == 1:
+                    state.forget(entry.name)
 
     def _continue_or_begin(
         self, entry: FileEntry, path: Path, part_bytes: int, state: UploadState

@@ -236,6 +236,7 @@ def test_a_killed_upload_begins_at_most_one_part_a_thread_twice(bucket, server, 
         killed_at(11 * MIB, lambda progress: publish(head, uri, settings, state=state, progress=progress))
         first = bodies_sent(begun)
         assert first < 8 * PART
+        time.sleep(0.5)  # rclone's server may still write down what the dead client sent, and refuses to complete then
         publish(head, uri, settings, state=state)
     twice = bodies_sent(begun) - 8 * PART
     assert first > 0 and 0 <= twice <= settings.threads * PART
