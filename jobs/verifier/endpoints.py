@@ -33,6 +33,7 @@ CONNECT_SECONDS = 10.0
 KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 # The first event of a stream repeats the prompt, in one line.
 LONGEST_LINE = 1 << 24
+SERVE = "serve the verifier with vLLM 0.16.0 at that address"
 # New tokens between two looks for a loop.
 LOOK_EVERY = 32
 
@@ -91,7 +92,7 @@ async def served_name(client: aiohttp.ClientSession, url: str, expected: Expecte
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise Unanswered(_reason(error)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MustFix("It does not list its models as an OpenAI server does", where=f"generate.endpoints, {url}", remedy="name the address of a vLLM server") from error
+        raise MustFix("It does not list its models as an OpenAI server does", where=f"generate.endpoints, {url}", remedy=SERVE) from error
     card = next((card for card in cards if set(card[:2]) & set(expected.names)), None)
     if card is None:
         raise MustFix(
@@ -126,7 +127,7 @@ async def answer(
     except (aiohttp.ClientError, OSError) as error:
         raise Unanswered(_reason(error)) from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise MustFix(f"Its answer is not a vLLM server's: {type(error).__name__} {error}", where=f"generate.endpoints, {url}", remedy="serve the verifier with vLLM 0.16.0") from error
+        raise MustFix(f"Its answer is not a vLLM server's: {type(error).__name__} {error}", where=f"generate.endpoints, {url}", remedy=SERVE) from error
 
 
 def _body(model: str, request: Request) -> dict[str, Any]:
@@ -146,7 +147,7 @@ async def _refuse(reply: aiohttp.ClientResponse, url: str) -> None:
         raise MustFix(f"It refuses the key (HTTP {reply.status})", where=f"generate.endpoints, {url}", remedy=f"give the servers' key in the environment variable {KEY_VARIABLE}")
     if reply.status in (408, 429) or reply.status >= 500:
         raise Unanswered(f"HTTP {reply.status} {said}".strip())
-    raise MustFix(f"It refuses a request with HTTP {reply.status}: {said or reply.reason}", where=f"generate.endpoints, {url}", remedy="serve the verifier with vLLM 0.16.0")
+    raise MustFix(f"It refuses a request with HTTP {reply.status}: {said or reply.reason}", where=f"generate.endpoints, {url}", remedy=SERVE)
 
 
 async def _read(reply: aiohttp.ClientResponse, url: str, request: Request, on_tokens: Callable[[int], None]) -> Finished:
@@ -156,13 +157,16 @@ async def _read(reply: aiohttp.ClientResponse, url: str, request: Request, on_to
     async for line in reply.content:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue
-        event = json.loads(line[len(b"data: ") :])
+        try:
+            event = json.loads(line[len(b"data: ") :])
+        except ValueError as error:
+            raise Unanswered("an answer broke off within a line") from error
         if "error" in event:
             raise Unanswered(str(event["error"].get("message") or event["error"])[:300])
         for choice in event["choices"]:
             prompt = prompt or choice.get("prompt_token_ids")
             if (new := choice.get("token_ids")) is None or prompt is None:
-                raise MustFix("It returns no token ids, and an answer is never tokenized again", where=f"generate.endpoints, {url}", remedy="serve the verifier with vLLM 0.16.0")
+                raise MustFix("It returns no token ids, and an answer is never tokenized again", where=f"generate.endpoints, {url}", remedy=SERVE)
             tokens += new
             on_tokens(len(new))
             reason = choice.get("finish_reason") or reason
@@ -172,7 +176,7 @@ async def _read(reply: aiohttp.ClientResponse, url: str, request: Request, on_to
                 reason = "repetition"
                 break
     if prompt is not None and prompt != request.prompt_token_ids:
-        raise MustFix(f"It changed the prompt of {request.id} before it answered", where=f"generate.endpoints, {url}", remedy="serve the verifier with vLLM 0.16.0")
+        raise MustFix(f"It changed the prompt of {request.id} before it answered", where=f"generate.endpoints, {url}", remedy=SERVE)
     if reason not in ("stop", "length", "repetition") or not tokens:
         raise Unanswered(f"an answer ended with {reason!r}" if reason else "an answer broke off")
     return Finished.of(request, tokens, reason)

@@ -147,7 +147,10 @@ class Traffic:
         self._waiting.appendleft(request)
         self._attempts[request.id] += 1
         if self._attempts[request.id] >= ATTEMPTS:
-            self._fail(TryAgain(f"{request.id} failed {ATTEMPTS} times, at last with: {why}", where=f"generate.endpoints, {server.url}", remedy="see the servers' logs, and run the same command again"))
+            self._fail(TryAgain(
+                f"{request.id} failed {ATTEMPTS} times, at last with: {why}", where=f"generate.endpoints, {server.url}",
+                remedy="see the servers' logs, and run the same command again",
+            ))  # fmt: skip
         elif server.state == "there":
             server.state = "doubted"
             self._start(self._reach(server, why))
@@ -180,8 +183,9 @@ class Traffic:
         server.state = "lost"
         self._waiting.extendleft(reversed(taken))
         if all(other.state == "lost" for other in self._servers):
+            all_gone = "No server for generation answers any more, the last one failed with" if len(self._servers) > 1 else "The server for generation does not answer"
             self._fail(TryAgain(
-                f"No server for generation answers any more, of {server.url} it was: {why}" if len(self._servers) > 1 else f"The server for generation does not answer: {why}",
+                f"{all_gone}: {why}",
                 where=f"generate.endpoints, {server.url}", remedy="start the servers, and run the same command again, finished answers are kept",
             ))  # fmt: skip
         else:
