@@ -15,12 +15,13 @@ Decisions:
   recipe and half another cannot be described afterwards.
 """
 
+import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,12 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from jobs.draft.model import Eagle3Head
+from jobs.draft.packing import Piece
 from jobs.errors import MustFix
+from jobs.settings import TrainSettings
 from jobs.storage.files import disk_full_named, fsync_file, fsync_folder, write_json_atomically
+from jobs.storage.states import StateLayout
 
 VERSION = 1
 NAME = re.compile(r"step-(\d{6,})")
@@ -174,6 +179,22 @@ class CheckpointWriter:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
+
+
+def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that training does not write into."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def identity(settings: TrainSettings, seed: int, warm: bool, pieces: Sequence[Piece], layout: StateLayout, head: Eagle3Head) -> dict[str, Any]:
+    """Everything that decides a training's result, flat and as JSON values: `refuse_changes` compares it."""
+    names = "\n".join(f"{p.sample_id} {p.first} {p.rows}" for p in pieces)
+    return json.loads(json.dumps({
+        **settings.model_dump(mode="json"), "seed": seed, "warm start": warm,
+        "samples": hashlib.sha256(names.encode()).hexdigest(),
+        "state store": asdict(layout), "head": asdict(head.config),
+        "draft vocabulary": hashlib.sha256(head.d2t.cpu().numpy().tobytes()).hexdigest(),
+    }))  # fmt: skip
 
 
 def refuse_changes(saved: Mapping[str, Any], current: Mapping[str, Any], note: Callable[[str], None]) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from jobs.draft.loss import Unrolled
 
+DATA_WAIT = 0.02  # share of the time over which waiting for data is worth a word
+
 
 class Window:
     """Sums over the optimizer steps since the last line of the log."""
@@ -74,6 +76,7 @@ class Reporter:
     def __init__(self, report: Callable[[dict[str, Any]], None], folder: Path | None):
         self._report = report if folder else lambda line: None
         self._board = None
+        self._disk_named = False
         if folder:
             from torch.utils.tensorboard import SummaryWriter  # a second to import
 
@@ -89,6 +92,16 @@ class Reporter:
         if self._board:
             for name, value in _flat(line):
                 self._board.add_scalar(name, value, line["step"])
+
+    def name_a_slow_disk(self, figures: Mapping[str, Any]) -> None:
+        """Says once that the disk cannot deliver what the step would take, with both rates; figures: `Window.line`."""
+        wait, read = figures["data_wait"], figures["read_bytes_per_second"]
+        if wait > DATA_WAIT and not self._disk_named:
+            self._disk_named = True
+            self.note(
+                f"training waits for data {wait:.0%} of the time: the disk delivers {read / 1e9:.2f} GB/s to this rank, the step would take "
+                f"{read / 1e9 / (1 - wait):.2f} GB/s; more RAM, a faster disk or states.dtype = fp8 would help"
+            )
 
     def close(self) -> None:
         if self._board:

@@ -14,8 +14,6 @@ Decisions:
   one writes.
 """
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -38,13 +36,10 @@ from jobs.draft.packing import Plan
 from jobs.draft.progress import Reporter, Window
 from jobs.draft.ranks import HostCopy, Ranks, joined, threads
 from jobs.draft.team import Work, together
-from jobs.draft.update import REASONS, SPIKE, Update
+from jobs.draft.update import REASONS, SPIKE, Update, learning_rate
 from jobs.errors import Interrupted, MustFix
 from jobs.settings import TrainSettings
 from jobs.storage.states import StateStore
-
-
-DATA_WAIT = 0.02  # share of the time over which waiting for data is worth a word
 
 
 @dataclass
@@ -80,16 +75,6 @@ class StepFacts:
     step: int
     samples: tuple[str, ...]  # of this rank
     outcome: HostCopy  # fp64: loss sum, loss positions, gradient norm, reason to leave it out, usual loss, ranks asked to stop, plateau
-
-
-def learning_rate(step: int, steps: int, settings: TrainSettings, warm: bool) -> float:
-    """Linear warm-up, then a cosine down to `final_share` of the peak; step counts from 0."""
-    peak = settings.warm_start_learning_rate if warm else settings.learning_rate
-    rising = math.ceil(settings.warmup_share * steps)
-    if step < rising:
-        return peak * (step + 1) / rising
-    done = (step - rising) / max(1, steps - rising)
-    return peak * (settings.final_share + (1 - settings.final_share) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def train(
@@ -186,7 +171,6 @@ class _Run:
         self.best = best.Best()
         self.grad_norm = math.nan  # of the last step the host has heard of
         self.flops: float | None = None  # of this device, measured when the loop begins
-        self.disk_named = False
         self.began = time.perf_counter()
 
     # ------------------------------------------------------------------ the loop
@@ -297,7 +281,8 @@ class _Run:
         self._settle()
         figures = window.line(self.ranks.world, self.flops)
         self.last_loss = figures["loss"]
-        self._name_the_disk(figures)
+        if self.step > 2 * self.settings.log_every:
+            self.reporter.name_a_slow_disk(figures)
         rate, cursor = figures.pop("steps_per_second"), self.plan.cursor(self.step)
         self.reporter.line({
             "step": self.step, "steps": self.plan.steps, "epoch": cursor.epoch, **figures,
@@ -306,16 +291,6 @@ class _Run:
             "eta_seconds": (self.plan.steps - self.step) / rate if rate else None,
             "trained_tokens": self.tokens, "bad_steps": self.bad_steps,
         })  # fmt: skip
-
-    def _name_the_disk(self, figures: dict[str, Any]) -> None:
-        """Says once that the disk cannot deliver what the step would take, with both rates."""
-        wait, read = figures["data_wait"], figures["read_bytes_per_second"]
-        if wait > DATA_WAIT and not self.disk_named and self.step > 2 * self.settings.log_every:
-            self.disk_named = True
-            self.reporter.note(
-                f"training waits for data {wait:.0%} of the time: the disk delivers {read / 1e9:.2f} GB/s to this rank, the step would take "
-                f"{read / 1e9 / (1 - wait):.2f} GB/s; more RAM, a faster disk or states.dtype = fp8 would help"
-            )
 
     def _evaluate(self, evaluate: Callable[[Eagle3Head], dict]) -> None:
         """The first rank judges, the others wait at the next exchange, and hear of a plateau there."""
@@ -328,7 +303,7 @@ class _Run:
         self.reporter.line({"step": self.step, "steps": self.plan.steps, "evaluation": figures})
         settings, acceptance = self.settings, figures.get("acceptance")
         if self.best.hear(acceptance, self.step, settings.patience_gain):
-            self.writer.submit(best.write, self.folder, _copied(self.trained), self.step, acceptance)
+            self.writer.submit(best.write, self.folder, checkpoint.host_copies(self.trained), self.step, acceptance)
         if settings.patience and self.best.worse_since >= settings.patience:
             self.plateau = True
             self.finished = self.ranks.world == 1
@@ -369,7 +344,8 @@ class _Run:
             "usual_loss": float(self.update.usual), "best": asdict(self.best), "finished": self.finished,
             "scheduler": {"learning_rate": learning_rate(self.step, self.plan.steps, self.settings, self.warm)},
         }  # fmt: skip
-        self.writer.save({"weights": _copied(weights), "optimizer": _copied(self.update.moments()), "rng": _copied(rng)}, state)
+        parts = {"weights": weights, "optimizer": self.update.moments(), "rng": rng}
+        self.writer.save({part: checkpoint.host_copies(tensors) for part, tensors in parts.items()}, state)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Takes over a checkpoint; MustFix where it was made with settings that give another result."""
@@ -391,14 +367,7 @@ class _Run:
         self.reporter.note(f"training continues after step {self.step} of {self.plan.steps}")
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides the result, flat and as JSON values: `refuse_changes` compares it."""
-        names = "\n".join(f"{p.sample_id} {p.first} {p.rows}" for p in self.plan.cut.pieces)
-        return json.loads(json.dumps({
-            **self.settings.model_dump(mode="json"), "seed": self.seed, "warm start": self.warm,
-            "samples": hashlib.sha256(names.encode()).hexdigest(),
-            "state store": asdict(self.store.layout), "head": asdict(self.head.config),
-            "draft vocabulary": hashlib.sha256(self.head.d2t.cpu().numpy().tobytes()).hexdigest(),
-        }))  # fmt: skip
+        return checkpoint.identity(self.settings, self.seed, self.warm, self.plan.cut.pieces, self.store.layout, self.head)
 
     def result(self, saved: checkpoint.Checkpoint | None) -> TrainResult:
         cut = self.plan.cut
@@ -423,8 +392,3 @@ def _recompute_what_is_cheap() -> None:
 def _decay(decay: float, steps: int, device: torch.device) -> Tensor:
     """Weights of the TTT steps, fp32 `[K]`, filled on the device: a copy from the host would wait for it."""
     return torch.full((steps,), decay, device=device) ** torch.arange(steps, dtype=torch.float32, device=device)
-
-
-def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Host copies that training does not write into."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""One update of the weights: division by the loss positions, clipping, AdamW, and when to leave a step out.
+"""One update of the weights: its learning rate, division by the loss positions, clipping, AdamW, and when to leave a step out.
 
 Everything is decided on the device, so that no step makes the host wait: AdamW's `grad_scale` and
 `found_inf`, made for mixed precision, scale the gradients and skip the step in its own kernel.
@@ -7,6 +7,7 @@ A step is left out when its loss or gradient is not finite, and when its loss is
 `spike_factor` times the usual one: a running mean over about 20 steps that were not left out.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -17,6 +18,16 @@ from jobs.settings import TrainSettings
 NOT_FINITE, SPIKE = 1, 2
 REASONS = {NOT_FINITE: "a loss or gradient that is not finite", SPIKE: "a loss far over the usual one"}
 MEMORY = 0.95  # share of the usual loss that a step leaves
+
+
+def learning_rate(step: int, steps: int, settings: TrainSettings, warm: bool) -> float:
+    """Linear warm-up, then a cosine down to `final_share` of the peak; step counts from 0."""
+    peak = settings.warm_start_learning_rate if warm else settings.learning_rate
+    rising = math.ceil(settings.warmup_share * steps)
+    if step < rising:
+        return peak * (step + 1) / rising
+    done = (step - rising) / max(1, steps - rising)
+    return peak * (settings.final_share + (1 - settings.final_share) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 class Update:

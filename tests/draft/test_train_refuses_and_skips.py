@@ -9,7 +9,8 @@ from synthetic_states import TAPS, Language, draft_ids, make_store, one_core, sm
 
 from jobs.draft.data import check_type
 from jobs.draft.model import Eagle3Head
-from jobs.draft.trainer import learning_rate, train
+from jobs.draft.trainer import train
+from jobs.draft.update import learning_rate
 from jobs.errors import MustFix
 from jobs.settings import TrainSettings
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
