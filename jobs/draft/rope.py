@@ -6,7 +6,7 @@ table. A table would fix a longest position; the head is trained on short pieces
 
 Trap: vLLM's plain `yarn` (0.16.0, `YaRNScalingRotaryEmbedding`) knows `attn_factor` but ignores
 `mscale`, `mscale_all_dim` and `attention_factor`. A rope_scaling in which these change the factor
-is computed here as transformers does, and served differently by vLLM. `served_alike` tells.
+is computed here as transformers does, and served differently by vLLM: the baseline says so by `served_alike`.
 """
 
 import math

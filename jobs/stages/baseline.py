@@ -13,6 +13,7 @@ from typing import Any
 
 from jobs.draft.formats import load_head, tap_readings
 from jobs.draft.replay import Candidate, Judgement
+from jobs.draft.rope import served_alike
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.run import Context
@@ -72,6 +73,8 @@ def _readings(context: Context, store: StateStore) -> dict[str, dict[str, Candid
             # One odd head must not end a run that can judge the others.
             context.note(f"baseline: {listed.name} is left out: {error}")
             continue
+        if not served_alike(head.config.rope_scaling):
+            context.note(f"baseline: {listed.name} scales its rope by a YaRN factor that vLLM 0.16.0 leaves out: served, it accepts less than is judged here")
         readings = [taps for taps in tap_readings(head.config.taps, layers) if set(taps) <= set(store.layout.taps)]
         if not readings:
             context.note(f"baseline: {listed.name} reads taps {list(head.config.taps)}, the eval states hold {list(store.layout.taps)}: it is left out")

@@ -39,6 +39,9 @@ def run(context: Context) -> dict[str, Any]:
     best = baseline.get("best")
     by_domain = judging.gains_by_domain(context, trained, judging.kept(context, best)) if best else {}
     judging.write_figures(context, context.path / "evaluation.json", {"trained": figures}, gains=gains, gains_by_domain=by_domain)
+    if best and gains[f"over_{best}"]["low"] <= 0:
+        gain = gains[f"over_{best}"]
+        context.note(f"evaluate: the head is not shown to be better than {best}: gain {gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})")
     _require_gains(context, gains)
     return {"acceptance_length": round(figures["acceptance_length"]["mean"], 4), "sequences": len(judging.own_ids(store)), "scored_steps": trained.walk.steps}
 

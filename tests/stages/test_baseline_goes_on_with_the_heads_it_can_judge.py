@@ -23,6 +23,7 @@ from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.tiny import CHECKPOINT
 
 TAPS, PROMPTS = (2, 3, 5, 6, 7, 8), 8
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.5}
 
 
 def head_of_the_tiny_verifier(folder: Path, seed: int) -> Path:
@@ -98,7 +99,7 @@ def heads(tmp_path_factory) -> dict[str, Path]:
         "foreign": changed(good, folder / "foreign", vocab_size=999),
         "mla-by-config": changed(good, folder / "mla-by-config", kv_lora_rank=64, model_type="deepseek_v3"),
         "mla-by-tensors": mla(good, folder / "mla-by-tensors"),
-        "far": changed(good, folder / "far", eagle_aux_hidden_state_layer_ids=[1, 4, 9]),
+        "far": changed(good, folder / "far", eagle_aux_hidden_state_layer_ids=[1, 4, 9], rope_scaling=YARN),
     }
 
 
@@ -116,6 +117,7 @@ def test_a_head_that_does_not_fit_is_one_sentence_and_the_others_are_judged(judg
     assert "hidden size 256, the verifier" in told["wide"]
     assert "vocabulary 999" in told["foreign"]
     assert "no MLA draft" in told["mla-by-config"] and "no MLA draft" in told["mla-by-tensors"]
+    assert any("far scales its rope by a YaRN factor that vLLM 0.16.0 leaves out" in text for text in notes(context))
     assert "reads taps [1, 4, 9], the eval states hold [2, 3, 5, 6, 7, 8]" in told["far"]
     assert len(told) == 5 and not any("\n" in text for text in told.values())
 
