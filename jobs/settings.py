@@ -195,6 +195,7 @@ class EvaluateSettings(Section):
     scaling: tuple[float, ...] = Field((), description="Shares of the train samples, each trained on from the same start for the scaling table, after the head is published; empty trains none")
     min_gain_over_untrained: float | None = Field(None, description="The lower 95 % bound of the paired gain over the untrained head must reach this, else the run fails")
     min_gain_over_ngram: float | None = Field(None, description="The lower 95 % bound of the paired gain over n-gram speculation must reach this, else the run fails")
+    min_gain_over_best: float | None = Field(None, description="The same over the best of what exists (existing heads, n-gram), as the baseline found it; nothing to reach where nothing exists")
 
 
 class PackageSettings(Section):

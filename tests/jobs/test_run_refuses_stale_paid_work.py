@@ -35,6 +35,9 @@ def test_a_cheap_stage_runs_again_by_itself_and_what_follows_it(finished):
     assert result["status"] == "done"
     changed = {name for name, value in seconds(result).items() if value != before[name]}
     assert "evaluate" in changed and not changed & {"generate.eval", "generate.train", "train"}
+    asked_too_much = run(finished, "evaluate.min_gain_over_best=9")
+    assert asked_too_much["exit_code"] == 78 and asked_too_much["error"]["where"] == "evaluate.min_gain_over_best"
+    assert (finished / "trained" / "model.safetensors").exists(), "nothing is lost by it"
     run(finished)
 
 
