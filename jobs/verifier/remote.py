@@ -5,7 +5,8 @@ number to each; an answer that arrives is prefilled here at once, as an existing
 machine work while the others decode, and it is handed out when its states are durable.
 
 Decision: which server answers, and in which order answers arrive, changes nothing that is kept (jobs/verifier/endpoints.py).
-So what a lost server was doing is simply asked of the others again, from the start. A lost server is asked now and then
+So what a lost server was doing is simply asked of the others again, from the start. (Drawn answers differ from those of
+this project's own engine, which seeds every position anew, jobs/verifier/capture.py; greedy ones do not.) A lost server is asked now and then
 whether it is back. Sockets live in a thread with an event loop; everything else happens in the caller's thread.
 """
 
