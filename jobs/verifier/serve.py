@@ -39,6 +39,7 @@ POLL_SECONDS = 0.2
 END_SECONDS = 30
 # Percentiles of latency that are kept beside mean and median.
 PERCENTILES = "90,99"
+DYING_SECONDS = 10  # of a process that frees gigabytes
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,10 @@ def load(
         raise TryAgain(f"The load at concurrency {concurrency} ended without a result{last_error(log)}", where=str(log), remedy="run the same command again")
     result = json.loads(out.read_text())
     if result["failed"] or result["completed"] < requests:
+        # A killed server's connections break before its end can be waited for: what failed is then its death, not its requests.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(DYING_SECONDS)
+        server.check()
         raise TryAgain(
             f"The live server failed {requests - result['completed']} of {requests} requests at concurrency {concurrency}{last_error(server.log)}",
             where=str(server.log), remedy="run the same command again",
@@ -231,7 +236,7 @@ def last_error(log: Path) -> str:
     """`: …` with the last line of a log that names an error, or nothing."""
     with contextlib.suppress(OSError):
         lines = log.read_text(errors="replace").splitlines()
-        found = [line for line in lines if "Error" in line.split(" ")[0] or "Error: " in line]
+        found = [line for line in lines if "Error" in line.split(" ")[0] or ("Error: " in line and "WARNING" not in line)]
         if found:
             # vLLM prefixes every line of a worker with its name, time and place.
             return ": " + found[-1].rpartition("] ")[2].strip()[:300]

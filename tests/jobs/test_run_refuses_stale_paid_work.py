@@ -38,7 +38,7 @@ def test_a_cheap_stage_runs_again_by_itself_and_what_follows_it(finished):
     asked_too_much = run(finished, "evaluate.min_gain_over_best=9")
     assert asked_too_much["exit_code"] == 78 and asked_too_much["error"]["where"] == "evaluate.min_gain_over_best"
     assert (finished / "trained" / "model.safetensors").exists(), "nothing is lost by it"
-    run(finished)
+    assert run(finished, "evaluate.min_gain_over_best=-9")["status"] == "done"
 
 
 @pytest.mark.parametrize(
