@@ -6,7 +6,8 @@ from typing import Any
 from jobs.draft.model import HeadConfig
 from jobs.reporting.public_cards import cards_for, differences
 from jobs.run import Context
-from jobs.settings import Settings
+from jobs.settings import PromptsSettings, Settings
+from jobs.stages import initial
 
 CARD = """---
 library_name: vllm
@@ -35,7 +36,7 @@ by exact replay over {sequences} held-out answers of the verifier, 95 % interval
 
 - Head: {shape}
 - Taps: {taps} (EAGLE-3 ids: the residual stream at the INPUT of these layers)
-- Data: {train_prompts} conversations from `{source}`{source_licence}; every answer written by the verifier itself
+- Data: {train_prompts} conversations from {sources}; every answer written by the verifier itself
   ({train_tokens} tokens; thinking mode {thinking_share:.0%}, sampling {thinking} / {instant})
 - Training: {epochs:g} epochs, {steps} steps of {tokens_per_step} x {accumulate} tokens, {ttt_steps} TTT steps fed with true tokens, {loss},
   {start}
@@ -49,22 +50,30 @@ Settings, versions and the sha256 of every file are in `manifest.json`.
 def model_card(context: Context, config: HeadConfig, figures: dict[str, Any]) -> str:
     settings, stages, verifier = context.settings, context.run.ledger["stages"], context.fetched()["verifier"]
     counts = {name: record.get("counts") or {} for name, record in stages.items()}
-    licence, data_licence = settings.package.licence, settings.prompts.licence
+    licence = settings.package.licence
     return CARD.format(
         name=settings.package.name, verifier=verifier["model"], revision=verifier["revision"], licence=f"license: {licence}\n" if licence else "",
         speculative=json.dumps({"method": "eagle3", "model": settings.package.name, "num_speculative_tokens": figures["draft_tokens"]}),
         draft_tokens=figures["draft_tokens"], most=figures["draft_tokens"] + 1, sequences=counts["evaluate"].get("sequences"), table=_table(figures),
         standard=_standard(settings, figures), live=_live(figures.get("live")),
         shape=f"one Llama layer, {config.heads} heads, {config.kv_heads} KV heads of {config.head_dim}, FFN {config.intermediate_size}, rope base {config.rope_theta:g}",
-        taps=list(config.taps), train_prompts=counts["prompts"].get("train"), source=settings.prompts.source,
-        source_licence=f" ({data_licence})" if data_licence else "", train_tokens=counts["vocab"].get("counted_tokens"),
+        taps=list(config.taps), train_prompts=counts["prompts"].get("train"), sources=_sources(settings.prompts),
+        train_tokens=counts["vocab"].get("counted_tokens"),
         thinking_share=settings.prompts.thinking_share, thinking=_sampling(settings.generate.thinking), instant=_sampling(settings.generate.instant),
         epochs=settings.train.epochs, steps=counts["train"].get("steps"), tokens_per_step=settings.train.tokens_per_step, accumulate=settings.train.accumulate,
         ttt_steps=settings.train.ttt_steps, loss=settings.train.loss.replace("_", " "),
-        start="from scratch" if settings.heads.warm_start == "none" or not settings.heads.candidates else f"warm start: {settings.heads.warm_start}",
+        start=f"warm start: {start.name}" if (start := initial.chosen(context)) else "from scratch",
         draft_vocab=config.draft_vocab_size, vocab=config.vocab_size, coverage=counts["vocab"].get("coverage", float("nan")),
         versions=", ".join(f"{name} {version}" for name, version in context.run.ledger["versions"].items()),
     )  # fmt: skip
+
+
+def _sources(prompts: PromptsSettings) -> str:
+    """Every source of the train split with its licence; what a mix takes of each is said, the rest is the first one's."""
+    named = [f"`{prompts.source}`" + (f" ({prompts.licence})" if prompts.licence else "")]
+    for part in prompts.mix:
+        named.append(f"`{part.source}` ({part.samples:,} at most{f', {part.licence}' if part.licence else ''})")
+    return ", ".join(named)
 
 
 def _standard(settings: Settings, figures: dict[str, Any]) -> str:

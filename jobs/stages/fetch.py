@@ -12,7 +12,7 @@ from typing import Any
 
 from jobs.errors import MustFix
 from jobs.run import HASHED_BYTES, Context, digest
-from jobs.stages import hub
+from jobs.stages import hub, prompts
 from jobs.stages.preflight import misfits
 from jobs.storage.files import sha256_file, write_json_atomically
 from jobs.verifier.facts import VerifierFacts
@@ -37,13 +37,16 @@ def run(context: Context) -> dict[str, Any]:
     earlier = context.fetched() if (context.path / "fetched.json").exists() else {}
     found: dict[str, Any] = {"verifier": None, "heads": {}, "prompts": {}}
     places: dict[str, Any] = {"verifier": None, "heads": {}}
+    for source, revision in hub.prompt_repositories(settings.prompts):
+        found["prompts"][source] = _commit(source, revision, "prompts", "dataset", earlier.get("prompts", {}).get(source))
+    if earlier.get("prompts") != found["prompts"]:
+        # A wrong column is found in seconds here, and after half a terabyte below.
+        prompts.check_data_sets(settings.prompts, {source: entry["revision"] for source, entry in found["prompts"].items()})
     verifier = settings.verifier
     found["verifier"], places["verifier"] = _one(context, verifier.model, verifier.revision, "verifier.revision", earlier.get("verifier"))
     for head in settings.heads.candidates:
         known = earlier.get("heads", {}).get(head.name)
         found["heads"][head.name], places["heads"][head.name] = _one(context, head.model, head.revision, f"heads.candidates, {head.name}", known)
-    for source, revision in hub.prompt_repositories(settings.prompts):
-        found["prompts"][source] = _commit(source, revision, "prompts", "dataset", earlier.get("prompts", {}).get(source))
     problems = misfits(settings, VerifierFacts.read(Path(places["verifier"])))
     if problems:
         raise MustFix("; ".join(problems), where=places["verifier"], remedy="correct the settings")

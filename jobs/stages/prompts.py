@@ -9,14 +9,15 @@ never on the order of the file.
 """
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jobs.errors import MustFix, TryAgain
 from jobs.run import Context
-from jobs.settings import PromptSource, PromptsSettings
+from jobs.settings import PromptSource, PromptsSettings, StandardPrompts
 from jobs.stages import standard
 from jobs.stages.conversations import seeded, turns_of
 from jobs.storage.files import write_atomically
@@ -92,11 +93,9 @@ def standard_sets(context: Context, pick: "_Picker") -> list[dict[str, Any]]:
                 f"No standard set is called {wanted.name!r}", where="prompts.standard",
                 remedy=f"known are {', '.join(standard.KNOWN)}; for another one give its source",
             )  # fmt: skip
-        raw = _json_rows(Path(part.source)) if part.source.endswith((".jsonl", ".json")) else _dataset_rows(part, _revision(context, part))
-        rows = [(where, standard.row_of(wanted, number, row)) for number, (where, row) in enumerate(raw)]
-        if bad := next((where for where, row in rows if row is None), None):
-            raise MustFix("The row has no text of a question", where=bad, remedy=f"give it in one of {', '.join(standard.FIELDS)}")
-        whole = [_row(row, "messages", where=where, name=wanted.name) for where, row in rows if row is not None]
+        raw = _json_rows(Path(part.source)) if _is_file(part.source) else _dataset_rows(part, _revision(context, part))
+        rows = [(where, _standard_row(wanted, number, where, row)) for number, (where, row) in enumerate(raw)]
+        whole = [_row(row, "messages", where=where, name=wanted.name) for where, row in rows]
         found = pick.fitting(_seeded_order(pick.distinct(whole), context.settings.job.seed), wanted.samples or len(whole))
         if not found:
             raise MustFix(f"The standard set {wanted.name} gives no usable prompt", where=part.source, remedy="correct its source, or raise prompts.max_prompt_tokens")
@@ -104,11 +103,39 @@ def standard_sets(context: Context, pick: "_Picker") -> list[dict[str, Any]]:
     return chosen
 
 
+def check_data_sets(settings: PromptsSettings, revisions: Mapping[str, str]) -> None:
+    """The first row of every data set is a prompt; `fetch` asks before it downloads the verifier. Files are read by preflight.
+
+    revisions: data set -> commit. MustFix for a wrong column, name, subset or split, TryAgain where the hub does not answer.
+    """
+    parts = [settings, *([settings.model_copy(update={"source": settings.eval_source})] if settings.eval_source else []), *settings.mix]
+    for part in parts:
+        if part.source != "shipped" and not _is_file(part.source):
+            for where, row in itertools.islice(_dataset_rows(part, revisions.get(part.source)), 1):
+                _row(row, part.messages_field, where=where, name=part.source)
+    for wanted in settings.standard:
+        part = standard.source_of(wanted)
+        if part is not None and not _is_file(part.source):
+            for where, row in itertools.islice(_dataset_rows(part, revisions.get(part.source)), 1):
+                _standard_row(wanted, 0, where, row)
+
+
+def _is_file(source: str) -> bool:
+    return source.endswith((".jsonl", ".json"))
+
+
+def _standard_row(wanted: StandardPrompts, number: int, where: str, row: dict[str, Any]) -> dict[str, Any]:
+    found = standard.row_of(wanted, number, row)
+    if found is None:
+        raise MustFix("The row has no text of a question", where=where, remedy=f"give it in one of {', '.join(standard.FIELDS)}")
+    return found
+
+
 def read(context: Context, part: PromptsSettings | PromptSource) -> Iterator[dict[str, Any]]:
     """Rows {id, messages, source, split} of a source; MustFix names the line that is wrong."""
     if part.source == "shipped":
         yield from _read_jsonl(SHIPPED, part.messages_field)
-    elif part.source.endswith((".jsonl", ".json")):
+    elif _is_file(part.source):
         yield from _read_jsonl(Path(part.source), part.messages_field)
     else:
         for where, row in _dataset_rows(part, _revision(context, part)):

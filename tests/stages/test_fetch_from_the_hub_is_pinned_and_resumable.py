@@ -99,3 +99,42 @@ def test_only_owner_slash_name_is_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert is_hub_id("moonshotai/Kimi-K2.5")
     assert not is_hub_id("a/b") and not is_hub_id("tiny") and not is_hub_id("/abs/olute") and not is_hub_id("x/y/z")
+
+
+FETCH = """
+    import json, sys
+    from pathlib import Path
+    from jobs.errors import JobError
+    from jobs.reporting.display import Display
+    from jobs.run import Context, RunDirectory
+    from jobs.settings import load
+    from jobs.stages import fetch
+    settings = load("smoke", overrides=sys.argv[2:], environment={})
+    run = RunDirectory(Path(sys.argv[1])); run.begin(settings)
+    try:
+        fetch.run(Context(settings, run, Display.open("plain", stream=sys.stderr)))
+    except JobError as error:
+        print(json.dumps({"error": str(error), "code": error.exit_code}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        (("prompts.source=DATA", "prompts.messages_field=text", 'prompts.mix=[{source="DATA", samples=2, messages_field="inputs"}]'), "`inputs` is missing or empty"),
+        (("prompts.source=DATA", "prompts.messages_field=text", 'prompts.standard=[{name="mine", source="OTHER"}]'), "no text of a question"),
+    ],
+)
+def test_a_wrong_column_of_a_data_set_is_found_before_the_verifier_is_downloaded(tmp_path, repository, prompts, said):
+    for name, column in (("DATA", "text"), ("OTHER", "answer")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(json.dumps({column: "What is a tap?"}) + "\n")
+        prompts = tuple(item.replace(name, str(tmp_path / name)) for item in prompts)
+    with hub({"someone/model": repository}) as server:
+        environment = os.environ | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-c", textwrap.dedent(FETCH), str(tmp_path / "run"), "verifier.model=someone/model", *prompts]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        result = json.loads(done.stdout)
+        assert result["code"] == 78 and said in result["error"] and "\n" not in result["error"], result
+        assert server.downloads == []
