@@ -131,10 +131,13 @@ def check_fits(name: str, candidate: Candidate, layout: Any) -> None:
     """Refuse a head of another width or one that reads taps the states do not hold."""
     config = candidate.head.config
     if config.hidden_size != layout.hidden_size:
-        raise MustFix(f"The head {name} is {config.hidden_size} wide and the states are {layout.hidden_size}", remedy="take a head made for this verifier")
+        raise MustFix(f"The head {name} is {config.hidden_size} wide and the states are {layout.hidden_size}", where="hidden_size in its config.json", remedy="take a head made for this verifier")
     missing = sorted(set(candidate.taps) - set(layout.taps))
     if missing or len(candidate.taps) != 3:
-        raise MustFix(f"The head {name} reads taps {list(candidate.taps)} and the states hold {list(layout.taps)}", remedy="capture the missing taps, or judge the other reading")
+        raise MustFix(
+            f"The head {name} reads taps {list(candidate.taps)} and the states hold {list(layout.taps)}", where="verifier.taps",
+            remedy="capture the missing taps, or judge the other reading",
+        )  # fmt: skip
 
 
 def judge_chains(
@@ -181,6 +184,6 @@ def standard_labels(answer: Any, thinking_span: range | None = None) -> dict[str
 
 def _judgement(name: str, draft_tokens: int, samples: dict[str, SampleCounts]) -> Judgement:
     if not any(s.walk.steps for s in samples.values()):
-        raise MustFix(f"There is no answer of two tokens or more to judge {name} on", remedy="check that the eval split holds finished answers")
+        raise MustFix(f"There is no answer of two tokens or more to judge {name} on", where="responses.jsonl of the eval split", remedy="check that the eval split holds finished answers")
     return Judgement(name, draft_tokens, dict(sorted(samples.items())))
 

@@ -74,6 +74,7 @@ def paired_gain_interval(
         odd = sorted(set(ours) ^ set(theirs))
         raise MustFix(
             f"{judgement.name} and {baseline.name} were not judged on the same prompts: {len(odd)} differ, the first is {odd[0]}",
+            where=f"judgements/{judgement.name}.json and judgements/{baseline.name}.json",
             remedy="judge both on the same eval split",
         )
     prompts = sorted(ours)
@@ -90,7 +91,7 @@ def paired_gain_interval(
 def sums_by_prompt(judgement: Judgement, dimension: str | None = None, label: str | None = None) -> dict[str, tuple[int, int]]:
     """(tokens, steps) of every prompt that has a step, turns summed."""
     if dimension is not None and label not in judgement.labels(dimension):
-        raise MustFix(f"{judgement.name} has no group {dimension}={label}", remedy=f"known are {judgement.labels(dimension)}")
+        raise MustFix(f"{judgement.name} has no group {dimension}={label}", where=f"judgements/{judgement.name}.json", remedy=f"known are {judgement.labels(dimension)}")
     sums: dict[str, tuple[int, int]] = {}
     for sample_id, sample in judgement.samples.items():
         counts = sample.walk if dimension is None else sample.groups.get(dimension, {}).get(label)
