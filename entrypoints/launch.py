@@ -35,7 +35,14 @@ def job(
 def stage(name: str, path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     _known_stage(name)
     base = RunDirectory(path, read_only=True).ledger["settings"]
-    return _run(load("smoke", overrides=overrides, base=base), path, only=name)
+    settings = load("smoke", overrides=overrides, base=base)
+    if name == "train" and int(os.environ.get("RANK", 0)):
+        from jobs.draft.team import train_along
+
+        # One of the processes of `torchrun`: the first one keeps the run, and says how it goes.
+        train_along(settings.train.device, settings.train.accumulate, path.absolute())
+        return {"rank": int(os.environ["RANK"])}
+    return _run(settings, path, only=name)
 
 
 def preflight(name: str, run_dir: Path | None, overrides: Sequence[str]) -> dict[str, Any]:

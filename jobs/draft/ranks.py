@@ -6,16 +6,17 @@ NCCL between GPUs, gloo between CPUs.
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+import platform
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jobs.errors import MustFix
+from jobs.errors import JobError, MustFix
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,48 @@ class Ranks:
         if self.world > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, 0)
+
+    def of_first(self, find: Callable[[], Any]) -> Any:
+        """What the first rank finds, on every rank (pickled, so nothing large); a JobError it meets is raised on every rank."""
+        if self.world == 1:
+            return find()
+        found: list[Any] = [None]
+        if self.first:
+            try:
+                found = [find()]
+            except JobError as error:
+                found = [error]
+        dist.broadcast_object_list(found, 0)
+        if isinstance(found[0], JobError):
+            raise found[0]
+        return found[0]
+
+    def tensors_of_first(self, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Tensors by name that the first rank reads from its disk, on every rank's device: each byte is read once."""
+        if self.world == 1:
+            return read()
+        held: dict[str, Tensor] = {}
+
+        def shapes() -> dict[str, tuple[torch.Size, torch.dtype]]:
+            held.update(read())
+            return {name: (tensor.shape, tensor.dtype) for name, tensor in held.items()}
+
+        received = {}
+        for name, (shape, dtype) in self.of_first(shapes).items():
+            received[name] = held.pop(name).to(self.device) if self.first else torch.empty(shape, dtype=dtype, device=self.device)
+            dist.broadcast(received[name], 0)
+        return received
+
+    def refuse_together(self, problem: JobError | None) -> None:
+        """Raises the first rank's problem on every rank, where one has any: nobody waits for a process that cannot train."""
+        if self.world == 1:
+            problems = [problem]
+        else:
+            problems = [None] * self.world
+            dist.all_gather_object(problems, problem and type(problem)(f"rank {self.rank} on {platform.node()}: {problem.message}", where=problem.where, remedy=problem.remedy))
+        for found in problems:
+            if found is not None:
+                raise found
 
     def exchange(self, gradients: Iterable[Tensor]) -> None:
         """Sums gradients over all ranks, in place, after the backward pass.

@@ -1,9 +1,13 @@
-"""The other processes of a training on one machine: one a GPU, started by the first and ended with it.
+"""The other processes of a training: one a GPU, started by the first and ended with it, or by `torchrun`.
 
-The job is one process until it trains. `train` then starts as many more as there are GPUs, which find
-the states on the disk themselves and take weights, embedding and the verifier's head from the first
-over the process group, so nothing large is pickled. Under `torchrun` (several machines) nothing is
-started: RANK and WORLD_SIZE say who is who.
+The job is one process until it trains. `train` then starts as many more as there are GPUs. What they
+are to do, weights, embedding, the verifier's head and the checkpoint come from the first one over the
+process group, so nothing is needed on their side but the states. On several machines
+
+    torchrun --nnodes 2 --nproc-per-node 8 … --no-python eagle3-job stage train --run-dir RUN
+
+starts them, RUN being a copy of the run on each machine or a folder that all see; only the first
+process writes there.
 
 A process that dies is noticed within a second: the group is aborted and the training ends with
 TryAgain, instead of waiting for an exchange that never comes. Signals are the first process's
@@ -19,36 +23,20 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from jobs.draft.model import Eagle3Head, HeadConfig, VerifierWeights
-from jobs.draft.ranks import refuse_idle
+from jobs.draft.model import Eagle3Head, VerifierWeights
+from jobs.draft.ranks import joined, refuse_idle
+from jobs.draft.work import Work, prepared
 from jobs.errors import JobError, TryAgain
 from jobs.settings import TrainSettings
 from jobs.storage.states import StateStore
 
 PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a process needs to know to train along; everything else comes from the first one."""
-
-    settings: TrainSettings
-    seed: int
-    config: HeadConfig
-    draft_ids: tuple[int, ...]
-    embedding: torch.dtype
-    lm_head: torch.dtype
-    store: Path
-    sample_ids: tuple[str, ...]
-    folder: Path
-    warm: bool
-    evaluates: bool
 
 
 def size(settings: TrainSettings) -> int:
@@ -59,19 +47,23 @@ def size(settings: TrainSettings) -> int:
 
 
 @contextlib.contextmanager
-def together(work: Work) -> Iterator[None]:
-    """Starts the other processes, makes this one rank 0, and waits for them at the end."""
-    world = size(work.settings)
+def together(settings: TrainSettings, folder: Path) -> Iterator[None]:
+    """Starts the other processes, makes this one rank 0, and waits for them at the end.
+
+    folder: of the training, for what is said of a process that died.
+    """
+    world = size(settings)
     if world == 1:
-        yield
+        with _lost_peer_named(folder):
+            yield
         return
-    refuse_idle(world, work.settings.accumulate)
+    refuse_idle(world, settings.accumulate)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     spawn = multiprocessing.get_context("spawn")
-    others = [spawn.Process(target=_train_along, args=(work, group, rank), daemon=True) for rank in range(1, world)]
+    others = [spawn.Process(target=_started, args=(group, rank, settings.device, settings.accumulate), daemon=True) for rank in range(1, world)]
     before = dict(os.environ)
     os.environ |= group | {"RANK": "0", "LOCAL_RANK": "0"}
     ended = threading.Event()
@@ -89,7 +81,7 @@ def together(work: Work) -> Iterator[None]:
             raise
         raise TryAgain(
             f"training process {dead[0]} of {world} ended with exit code {dead[1]}",
-            where=str(work.folder),
+            where=str(folder),
             remedy="run it again, training continues from its newest checkpoint; its own error stands above",
         ) from error
     finally:
@@ -124,25 +116,60 @@ def _watch(others: Sequence[multiprocessing.Process], ended: threading.Event) ->
             return
 
 
-def _train_along(work: Work, group: dict[str, str], rank: int) -> None:
-    """What another process does: the same training, silently."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for sent in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(sent, signal.SIG_IGN)
-    os.environ |= group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    from jobs.draft.trainer import train
-
-    c = work.config
-    head = Eagle3Head(c).float()
-    head.embed_tokens.weight = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size, dtype=work.embedding), requires_grad=False)
-    head.set_vocabulary(torch.tensor(work.draft_ids))
-    verifier = VerifierWeights(
-        head.embed_tokens.weight.data, torch.ones(c.hidden_size), torch.empty(c.vocab_size, c.hidden_size, dtype=work.lm_head)
-    )
+@contextlib.contextmanager
+def _lost_peer_named(folder: Path) -> Iterator[None]:
+    """What gloo and NCCL raise when a process that torchrun started is gone, as TryAgain."""
     try:
-        train(
-            settings=work.settings, seed=work.seed, head=head, verifier=verifier, store=StateStore(work.store), sample_ids=work.sample_ids,
-            folder=work.folder, warm=work.warm, evaluate=(lambda _: {}) if work.evaluates else None, should_stop=lambda: False, report=lambda _: None,
-        )  # fmt: skip
+        yield
+    except RuntimeError as error:
+        if "WORLD_SIZE" not in os.environ or not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+            raise
+        raise TryAgain(
+            "another process of the training is gone",
+            where=str(folder),
+            remedy="start all of them again, training continues from its newest checkpoint; the other's own error says why",
+        ) from error
+
+
+def _started(group: dict[str, str], rank: int, device: str, accumulate: int) -> None:
+    """A process that `together` started."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ |= group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    try:
+        train_along(device, accumulate)
     except JobError as error:
         sys.exit(error.exit_code)  # the first process says it
+
+
+def train_along(device: str, accumulate: int, run: Path | None = None) -> None:
+    """What every process but the first does: the same training, silently. Ignores signals.
+
+    device, accumulate: of the training's settings. run: this machine's run directory, where it is not
+    the first process's. MustFix: this process or another one cannot train (no such states here, …).
+    """
+    from jobs.draft.trainer import train_on
+
+    for sent in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sent, signal.SIG_IGN)
+    with _lost_peer_named(run or Path(".")), joined(device, accumulate) as ranks:
+        work: Work = ranks.of_first(lambda: None)
+        if run is not None:
+            work = replace(work, store=run / "states" / "train", folder=run / "checkpoints")
+        c = work.config
+        head = Eagle3Head(c).float()
+        head.embed_tokens.weight = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size, dtype=work.embedding), requires_grad=False)
+        head.set_vocabulary(torch.tensor(work.draft_ids))
+        verifier = VerifierWeights(
+            head.embed_tokens.weight.data, torch.ones(c.hidden_size), torch.empty(c.vocab_size, c.hidden_size, dtype=work.lm_head)
+        )
+        store = plan = problem = None
+        try:
+            store = StateStore(work.store)
+            plan = prepared(work, store)
+        except JobError as error:
+            problem = error
+        ranks.refuse_together(problem)
+        train_on(
+            ranks, work, plan, head, verifier, store,
+            evaluate=(lambda _: {}) if work.evaluates else None, should_stop=lambda: False, report=lambda _: None,
+        )  # fmt: skip

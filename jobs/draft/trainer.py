@@ -10,8 +10,7 @@ Decisions:
 * The learning rate is a function of the step, and training draws no random numbers outside the plan,
   so a checkpoint is weights, moments, step and counters. On CPU the number of threads is saved too:
   it decides the order of sums, and "bit-identical after a kill" includes a kill that moves the run.
-* Every process reads the newest checkpoint itself (the folder must be visible to all); the first
-  one writes.
+* The first process reads and writes checkpoints, the others get theirs from it: only it needs the folder.
 """
 
 import math
@@ -28,15 +27,16 @@ from jobs.draft import best, checkpoint
 from jobs.draft.arithmetic import flop_of_a_token, matmul_rate
 from jobs.draft.attention import Documents
 from jobs.draft.coverage import Coverage
-from jobs.draft.data import PackedRow, ReadAhead, check_fit, cut_store
+from jobs.draft.data import PackedRow, ReadAhead
 from jobs.draft.evidence import Found
 from jobs.draft.loss import TargetHead, Unroll
 from jobs.draft.model import Eagle3Head, VerifierWeights
 from jobs.draft.packing import Plan
 from jobs.draft.progress import Reporter, Window
 from jobs.draft.ranks import HostCopy, Ranks, joined, threads
-from jobs.draft.team import Work, together
+from jobs.draft.team import together
 from jobs.draft.update import REASONS, SPIKE, Update, learning_rate
+from jobs.draft.work import Work, prepared
 from jobs.errors import Interrupted, MustFix
 from jobs.settings import TrainSettings
 from jobs.storage.states import StateStore
@@ -103,34 +103,39 @@ def train(
     than packed rows a step; a changed setting on resume; too many steps that are not finite.
     """
     verifier.check(head.config.vocab_size, head.config.hidden_size)
-    check_fit(store, head.config)
     folder.mkdir(parents=True, exist_ok=True)
-    pieces = cut_store(store, sample_ids, head.config, settings.max_length)
-    plan = Plan(
-        pieces, rows=settings.tokens_per_step, accumulate=settings.accumulate, epochs=settings.epochs,
-        max_steps=settings.max_steps, seed=seed,
-    )  # fmt: skip
     work = Work(
         settings, seed, head.config, tuple(head.draft_ids.tolist()), verifier.embedding.dtype, verifier.lm_head.dtype, store.folder,
         tuple(sample_ids), folder, warm, evaluate is not None,
     )  # fmt: skip
-    with together(work), joined(settings.device, settings.accumulate) as ranks:
-        reporter = Reporter(report, folder / "tensorboard" if ranks.first else None)
-        if ranks.first:
-            checkpoint.clean(folder, reporter.note)
-        ranks.barrier()
-        saved = checkpoint.newest(folder, reporter.note)
-        with threads(ranks, saved.state["threads"] if saved else None):
-            run = _Run(settings, seed, head, verifier, store, plan, folder, warm, ranks, reporter)
-            try:
-                if saved:
-                    run.restore(saved)
-                run.loop(evaluate, should_stop)
-                run.take_best()
-            finally:
-                run.writer.close()
-                reporter.close()
-        return run.result(saved)
+    plan = prepared(work, store)
+    with together(settings, folder), joined(settings.device, settings.accumulate) as ranks:
+        ranks.of_first(lambda: work)
+        ranks.refuse_together(None)
+        return train_on(ranks, work, plan, head, verifier, store, evaluate, should_stop, report)
+
+
+def train_on(
+    ranks: Ranks, work: Work, plan: Plan, head: Eagle3Head, verifier: VerifierWeights, store: StateStore,
+    evaluate: Callable[[Eagle3Head], dict] | None, should_stop: Callable[[], bool], report: Callable[[dict], None],
+) -> TrainResult:  # fmt: skip
+    """One rank's part of a training, after the ranks have found each other (`train`, `team.train_along`)."""
+    settings, folder = work.settings, work.folder
+    reporter = Reporter(report, folder / "tensorboard" if ranks.first else None)
+    if ranks.first:
+        checkpoint.clean(folder, reporter.note)
+    saved = ranks.of_first(lambda: checkpoint.newest(folder, reporter.note))
+    with threads(ranks, saved.state["threads"] if saved else None):
+        run = _Run(settings, work.seed, head, verifier, store, plan, folder, work.warm, ranks, reporter)
+        try:
+            if saved:
+                run.restore(saved)
+            run.loop(evaluate, should_stop)
+            run.take_best()
+        finally:
+            run.writer.close()
+            reporter.close()
+    return run.result(saved)
 
 
 class _Run:
@@ -350,19 +355,20 @@ class _Run:
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Takes over a checkpoint; MustFix where it was made with settings that give another result."""
         checkpoint.refuse_changes(saved.state["identity"], self.identity(), self.reporter.note)
-        weights = saved.tensors("weights")
+        weights = self.ranks.tensors_of_first(lambda: saved.tensors("weights"))
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(weights.pop(name))
         self.head.d2t.copy_(weights.pop("d2t"))
         self.head.t2d.copy_(weights.pop("t2d"))
         assert not weights, f"a checkpoint with unknown tensors: {sorted(weights)}"
-        self.update.restore(saved.tensors("optimizer"), saved.state["usual_loss"])
+        self.update.restore(self.ranks.tensors_of_first(lambda: saved.tensors("optimizer")), saved.state["usual_loss"])
         self.best, self.finished = best.Best(**saved.state["best"]), saved.state["finished"]
-        rng = saved.tensors("rng")
-        torch.set_rng_state(rng["cpu"])
-        if self.cuda and "cuda" in rng:
-            torch.cuda.set_rng_state(rng["cuda"])
+        if self.ranks.first:
+            rng = saved.tensors("rng")
+            torch.set_rng_state(rng["cpu"])
+            if self.cuda and "cuda" in rng:
+                torch.cuda.set_rng_state(rng["cuda"])
         self.step, self.tokens, self.bad_steps = (saved.state[key] for key in ("step", "tokens", "bad_steps"))
         self.reporter.note(f"training continues after step {self.step} of {self.plan.steps}")
 

@@ -48,6 +48,15 @@ def test_same_loss_and_weights(tmp_path):
         torch.testing.assert_close(weights[name], other[name], rtol=1e-3, atol=2e-4, msg=name)
 
 
+def test_a_machine_without_the_states_is_named_by_all(tmp_path):
+    states = tmp_path / "states"
+    make_store(states, [(4, 12)] * 4)
+    codes, error = run(states, tmp_path / "run", 2, elsewhere=str(tmp_path / "nothing"))
+    assert codes == [78, 78]
+    for said in (error, Path(f"{tmp_path / 'run'}.err").read_text()):
+        assert "rank 1 on" in said and str(tmp_path / "nothing") in said, said
+
+
 def test_more_ranks_than_rows_are_refused(tmp_path):
     states = tmp_path / "states"
     make_store(states, [(4, 12)] * 4)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from synthetic_states import Language, draft_ids, small_config
 
 from jobs.draft.model import Eagle3Head
+from jobs.draft.team import train_along
 from jobs.draft.trainer import train
 from jobs.errors import JobError
 from jobs.settings import TrainSettings
@@ -64,7 +65,15 @@ def main(states: Path, folder: Path, changes: dict) -> int:
     torch.use_deterministic_algorithms(True)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ.get("RANK", 0)) % len(cores)]})
+    elsewhere = changes.pop("elsewhere", None)  # the run directory of a process on another machine
     settings = TrainSettings(**SETTINGS | changes)
+    if int(os.environ.get("RANK", 0)):
+        try:
+            train_along(settings.device, settings.accumulate, elsewhere and Path(elsewhere))
+        except JobError as error:
+            print(error.sentence(), file=sys.stderr)
+            return error.exit_code
+        return 0
     language, config = Language.make(), small_config()
     head = Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=1)
     store, stop = StateStore(states), []
@@ -84,6 +93,5 @@ def main(states: Path, folder: Path, changes: dict) -> int:
         except JobError as error:
             print(error.sentence(), file=sys.stderr)
             return error.exit_code
-    if int(os.environ.get("RANK", 0)) == 0:
-        save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, f"{folder}.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, f"{folder}.safetensors")
     return 0

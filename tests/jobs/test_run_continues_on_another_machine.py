@@ -1,4 +1,5 @@
-"""A deadline, then a machine lost in the middle of training: an empty disk and the bucket continue the run, the rental ends.
+"""A deadline, then a machine lost in the middle of training: an empty disk and the bucket continue the run, the rental ends;
+and its training once more, over two machines at once.
 
 One real run against a real S3 server, with a real webhook and a real command at its end.
 """
@@ -6,9 +7,14 @@ One real run against a real S3 server, with a real webhook and a real command at
 import datetime
 import json
 import shutil
+import socket
+import subprocess
+import sys
 
 import pytest
+import torch
 from s3_servers import moto_server
+from safetensors.torch import load_file
 from small_smoke import finish, kill, start, wait_for
 from webhook_server import webhook
 
@@ -24,7 +30,7 @@ def story(tmp_path_factory):
         uri = "s3://heads/kimi"
         settings = (
             f"push.uri={uri}", f"push.endpoint_url={server.endpoint_url}", "push.path_style=true", "push.part_mib=5", "push.backup_minutes=0.01",
-            f"rental.on_finish=echo $EAGLE3_STATUS $EAGLE3_EXIT_CODE $EAGLE3_PUBLISHED >> {folder}/ended", "train.epochs=6",
+            f"rental.on_finish=echo $EAGLE3_STATUS $EAGLE3_EXIT_CODE $EAGLE3_PUBLISHED >> {folder}/ended", "train.epochs=6", "train.accumulate=2",
         )  # fmt: skip
         client = server.client()
 
@@ -76,3 +82,32 @@ def test_the_webhook_and_the_command_know_how_it_ended(story):
     assert [message["event"] for message in messages] == ["interrupted", "done"]
     assert messages[1]["published"] == "s3://heads/kimi" and "published to s3://heads/kimi" in messages[1]["text"]
     assert (folder / "ended").read_text() == "interrupted 75\ndone 0 s3://heads/kimi\n"
+
+
+def test_two_machines_train_together_what_one_trained(story, tmp_path):
+    """The first has lost its newest checkpoint and the head, the second has the states and never saw a checkpoint."""
+    folder, result, *_ = story
+    newest = sorted((folder / "second/checkpoints").glob("step-*"))[-1].name
+    for name in ("first", "second"):
+        shutil.copytree(folder / "second", tmp_path / name, ignore=shutil.ignore_patterns("trained", newest, *([] if name == "first" else ["checkpoints"])))
+        ledger = json.loads((tmp_path / name / "run.json").read_text())
+        ledger["stages"]["train"]["state"] = "pending"
+        (tmp_path / name / "run.json").write_text(json.dumps(ledger))
+    untouched = (tmp_path / "second/run.json").read_bytes()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    machines = [
+        subprocess.Popen([*torchrun, "--node-rank", str(rank), "-m", "entrypoints.cli", "stage", "train", "--run-dir", str(tmp_path / name), "--set", "push.backup=off"], stderr=subprocess.PIPE, text=True)
+        for rank, name in enumerate(("first", "second"))
+    ]
+    errors = [machine.communicate(timeout=300)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], errors
+    counts = json.loads((tmp_path / "first/run.json").read_text())["stages"]["train"]["counts"]
+    assert counts["processes"] == 2 and counts["steps"] == result["stages"]["train"]["counts"]["steps"]
+    assert 0 < counts["resumed_from"] < counts["steps"], "from the checkpoint that only the first machine has"
+    one, two = (load_file(str(place / "trained/model.safetensors")) for place in (folder / "second", tmp_path / "first"))
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=2e-4, msg=name)
+    assert (tmp_path / "second/run.json").read_bytes() == untouched and not (tmp_path / "second/checkpoints").exists()
