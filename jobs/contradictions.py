@@ -28,6 +28,7 @@ def contradictions(settings: "Settings") -> list[str]:
     if g.backend == "speculators" and not g.responses:
         found.append("generate.backend = \"speculators\" only extracts states of existing responses: name them in generate.responses")
     found += _of_endpoints(settings)
+    found += _of_speculation(settings)
     e = settings.evaluate
     if any(c < 1 for c in e.live.concurrencies) or len(set(e.live.concurrencies)) != len(e.live.concurrencies):
         found.append(f"evaluate.live.concurrencies = {list(e.live.concurrencies)} are not different numbers of requests, each 1 or more")
@@ -39,8 +40,8 @@ def contradictions(settings: "Settings") -> list[str]:
     names = [c.name for c in settings.heads.candidates]
     if len(set(names)) != len(names):
         found.append("heads.candidates uses a name twice")
-    if {"untrained", "ngram", "trained", "baseline", "none", "trial"} & set(names):
-        found.append("heads.candidates may not be called untrained, ngram, trained, baseline, none or trial")
+    if {"untrained", "ngram", "trained", "baseline", "none", "trial", "off", "best"} & set(names):
+        found.append("heads.candidates may not be called untrained, ngram, trained, baseline, none, trial, off or best")
     if settings.heads.warm_start not in ("best", "none", *names):
         found.append(f"heads.warm_start = {settings.heads.warm_start!r} is neither `best`, `none` nor one of {names}")
     if settings.evaluate.min_gain_over_untrained is not None and not settings.heads.untrained:
@@ -68,4 +69,20 @@ def _of_endpoints(settings: "Settings") -> list[str]:
             found.append("generate.endpoints needs addresses such as http://host:8000, without a user or key in them: a key belongs into the environment variable VLLM_API_KEY")
     if len(set(g.endpoints)) != len(g.endpoints):
         found.append("generate.endpoints names a server twice")
+    return found
+
+
+def _of_speculation(settings: "Settings") -> list[str]:
+    g, names = settings.generate, [c.name for c in settings.heads.candidates]
+    if g.speculate == "off":
+        return []
+    found = []
+    if g.speculate not in ("ngram", "best", *names):
+        found.append(f"generate.speculate = {g.speculate!r} is neither `off`, `ngram`, `best` nor one of {names}")
+    if g.speculate == "best" and not names:
+        found.append("generate.speculate = \"best\" needs a head in heads.candidates, or take ngram")
+    if g.responses or g.backend == "speculators":
+        found.append(f"generate.speculate = {g.speculate!r} drafts while the verifier decodes, and with generate.responses it decodes nothing")
+    if g.endpoints:
+        found.append(f"generate.speculate = {g.speculate!r} is for this machine's engine, and with generate.endpoints others decode: give them their own --speculative-config")
     return found

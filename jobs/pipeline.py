@@ -64,6 +64,8 @@ def run_pipeline(context: Context, *, redo: Iterable[str] = (), only: str | None
                 ledger["stages"][stage.NAME] = {"state": "skipped"}
             elif getattr(stage, "ALWAYS", False) or not is_fresh(context, stage):
                 missed = _run_or_miss(context, stage) or missed
+            if stage.NAME == "fetch" and only is None and not _stopped_by_gate(context, LAST_ENGINE_STAGE):
+                generate.read_ahead(context)
             if stage.NAME == LAST_ENGINE_STAGE:
                 context.release_engine()
         if missed is not None:

@@ -230,6 +230,7 @@ class Context:
     backup: Any = None  # jobs.backup.Backup, where the run is saved elsewhere while it runs
     loads: int = 0
     pulse: float = 0.0  # time.time() of the last progress
+    reading: Any = None  # jobs.storage.read_ahead.ReadAhead, from fetch until the engine is up
     _engine: Any = None
 
     @property
@@ -268,6 +269,7 @@ class Context:
             # No save meanwhile: workers are forked, and a thread that holds a lock then would hold it in them for ever.
             with self.should_stop.breakable(), self.backup.paused() if self.backup else contextlib.nullcontext():
                 self._engine = self.start_engine(self)
+            self.stop_reading()
             self.count_load()
         return self._engine
 
@@ -278,8 +280,16 @@ class Context:
         self.run.save()
         self.run.event("verifier loaded", load=self.run.ledger["verifier_loads"])
 
+    def stop_reading(self) -> None:
+        """End the read-ahead of the verifier's files, and keep for the record what it read."""
+        if self.reading is not None:
+            (reading, self.reading) = (self.reading, None)
+            if (done := reading.stop()) is not None and done.bytes:
+                self.run.event("verifier read ahead", bytes=done.bytes, seconds=round(done.seconds, 3), whole=done.whole)
+
     def release_engine(self) -> None:
         """Give the verifier's memory back; training needs it."""
+        self.stop_reading()
         if self._engine is not None:
             self._engine.close()
             self._engine = None

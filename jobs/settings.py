@@ -49,6 +49,9 @@ class VerifierSettings(Section):
     kv_cache_gib: float | None = Field(None, gt=0, description="Size of the KV cache on CPU in GiB; None lets the engine choose")
     enforce_eager: bool = Field(False, description="No CUDA graphs and no torch.compile; right on CPU, far too slow for 1T parameters")
     trust_remote_code: bool = Field(True, description="Kimi's tokenizer is Python code in its repository")
+    load: Literal["lazy", "eager", "threads", "fastsafetensors", "runai_streamer"] = Field("lazy", description="How vLLM loads the weights: `lazy` maps the files, `eager` reads each whole first (network disks), `threads` maps load_threads files at once; the last two need a package of that name")
+    load_threads: int = Field(8, ge=1, description="Ranges of the checkpoint read at once, ahead of the load and to measure the disk; also vLLM's threads where load asks for them")
+    read_ahead: bool = Field(True, description="Read the checkpoint into the page cache from fetch on, as far as memory has room, until the engine is up")
     stall_seconds: int = Field(600, ge=1, description="No new token for so long means a hung engine: stop with exit code 75")
 
 
@@ -97,6 +100,7 @@ class GenerateSettings(Section):
     endpoints: tuple[str, ...] = Field((), description="Running vLLM servers of the verifier (http://host:8000) that decode the answers; this machine's verifier only makes their states. Their key is in the environment variable VLLM_API_KEY")
     endpoint_model: str | None = Field(None, description="What the verifier is called at those servers; None takes verifier.model")
     endpoint_connections: int = Field(256, ge=1, description="Requests in flight at each of those servers; more than its --max-num-seqs only wait there")
+    speculate: str = Field("off", description="Who drafts while the verifier answers: `off`, `ngram`, a candidate's name, or `best` (as this run's own baseline judged it, or the only candidate); answers keep their distribution, what is accepted stands in the report")
     max_new_tokens: int = Field(1024, ge=1, description="Longest answer; capped answers are kept, dropping them biases towards easy prompts")
     thinking: SamplingSettings = Field(SamplingSettings(), description="Sampling in thinking mode")
     instant: SamplingSettings = Field(SamplingSettings(temperature=0.6), description="Sampling in instant mode")
@@ -121,6 +125,7 @@ class HeadCandidate(Section):
     name: str = Field(description="Short name used in the ledger and the report")
     model: str = Field(description="Hugging Face id or local folder")
     revision: str | None = Field(None, description="Commit of the hub repository; None takes the newest at the first start and records it")
+    taps: tuple[int, int, int] | None = Field(None, description="EAGLE-3 ids (INPUT of layer i) that this head reads, where you know them; None judges both readings of its config")
 
 
 class HeadsSettings(Section):

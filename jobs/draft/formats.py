@@ -67,6 +67,7 @@ from jobs.storage.files import read_json
 __all__ = ["LoadedHead", "WarmStart", "load_head", "read_config", "read_head", "save_llama_eagle3", "save_speculators", "tap_readings", "warm_start"]
 
 LLAMA_FORM = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 FROZEN_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight")
 ANOTHER = "use a head in the LlamaForCausalLMEagle3 or the speculators form"
 
@@ -150,6 +151,11 @@ def tap_readings(taps: tuple[int, ...], layers: int) -> list[tuple[int, ...]]:
     return [tuple(taps), shifted] if max(shifted) < layers else [tuple(taps)]
 
 
+def names_taps_for_sglang_only(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json holds tap ids in `eagle_config` alone: SGLang adds 1 to them, vLLM takes its default instead."""
+    return not raw.get(TAPS_KEY) and bool((raw.get("eagle_config") or {}).get(TAPS_KEY))
+
+
 def read_config(
     raw: Mapping[str, Any], *, where: str, taps: tuple[int, int, int] | None = None, default_taps: tuple[int, int, int] | None = None
 ) -> tuple[str, HeadConfig, tuple[int, ...] | None]:
@@ -163,7 +169,7 @@ def read_config(
         llama = LlamaConfig(**{k: v for k, v in layer.items() if k not in ("architectures", "model_type", "torch_dtype", "dtype")})
     except (KeyError, TypeError, ValueError) as error:
         raise MustFix(f"The head's config.json is not a Llama layer: {error}", where=where, remedy=ANOTHER) from error
-    declared = raw.get("eagle_aux_hidden_state_layer_ids") or (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    declared = raw.get(TAPS_KEY) or (raw.get("eagle_config") or {}).get(TAPS_KEY)
     declared = tuple(int(t) for t in declared) if declared else None
     chosen = taps or declared or default_taps
     if chosen is None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from jobs.errors import MustFix
 from jobs.reporting import figures
-from jobs.reporting.machines import MACHINES, Machine, Rates, machine_of
-from jobs.reporting.plan import Plan, plan, span
+from jobs.reporting.machines import MACHINES, Machine, Rates, for_verifier, machine_of, with_disk
+from jobs.reporting.plan import Plan, plan, span, verifier_size
 from jobs.reporting.stage_times import over_link
 from jobs.reporting.workload import Range
 from jobs.settings import RentalSettings, Settings
@@ -112,7 +112,8 @@ def forecast(ledger: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     settings = Settings.model_validate(ledger["settings"])
     try:
-        planned = plan(settings, None, machine)
+        verifier = verifier_size(settings)
+        planned = plan(settings, with_disk(for_verifier(machine.rates, verifier), ledger), machine, verifier=verifier)
     except MustFix:
         return None
     stages, left = ledger["stages"], Range(0.0, 0.0)

@@ -35,6 +35,8 @@ NVLINK_GAIN = (3.0, 10.0)
 # Decode rate over concurrency c is A*c/(c+h): through 60 tok/s alone and 1,536 tok/s at 200 requests.
 MEASURED_CONCURRENCY = 200
 HALF_RATE_CONCURRENCY = 28.2
+# What an engine start takes beside reading the weights: imports, process groups, graphs. Not measured at this size.
+ENGINE_SECONDS = Range(10, 60)
 
 
 def share_of_peak(concurrency: float) -> float:
@@ -229,13 +231,16 @@ def tokens_of(stage: figures.StageRow | None) -> float | None:
 def calibrate(ledger: Mapping[str, Any], base: Rates) -> Rates:
     """The rates a finished run reached; what it did not measure stays as in `base`, its machine's rates for its verifier.
 
-    MustFix if the run has no finished stage to learn from.
+    Of a run that has only begun these are the disk's rates. MustFix if it has nothing to learn from.
     """
     stages = {row.name: row for row in figures.stage_rows(ledger) if row.state == "done" and row.seconds}
     generated = [stages[name] for name in ("generate.train", "generate.eval") if tokens_of(stages.get(name))]
     trained = stages.get("train")
+    table, base = base, with_disk(base, ledger)
     if not generated and trained is None:
-        raise MustFix("The run has no finished stage to measure rates by", where="run.json", remedy="finish generate or train first")
+        if base is table:
+            raise MustFix("The run has no finished stage to measure rates by", where="run.json", remedy="finish generate or train first")
+        return base
     found: dict[str, Any] = {"spread": MEASURED_SPREAD}
     if generated:
         found |= _generation_rates(ledger, generated)
@@ -267,6 +272,23 @@ def _generation_rates(ledger: Mapping[str, Any], stages: list[figures.StageRow])
         # Brought to the table's 200 requests, so that another concurrency can be asked of it.
         found["generate"] = Range.exactly(rate * share_of_peak(MEASURED_CONCURRENCY) / share_of_peak(concurrency))
     return found | _engine_start(ledger, extracted)
+
+
+def with_disk(rates: Rates, ledger: Mapping[str, Any]) -> Rates:
+    """The rates with what the run's preflight measured of this machine's disk; unchanged where it measured nothing.
+
+    A load takes at least as long as reading the files; at worst it is as slow as the table's, whatever the disk could do.
+    """
+    preflight = figures.mapping(figures.mapping(ledger.get("stages")).get("preflight"))
+    measured = figures.mapping(figures.mapping(preflight.get("counts")).get("bytes_per_second"))
+    disk = [rate for key in ("disk_written", "disk_read") if (rate := figures.number(measured.get(key)))]
+    read = figures.number(measured.get("verifier_read"))
+    found: dict[str, Any] = {"disk": Range(min(disk), max(disk))} if disk else {}
+    if read:
+        at_best = rates.verifier.bytes / read + ENGINE_SECONDS.low
+        found["load_seconds"] = Range(at_best, max(rates.load_seconds.high, rates.verifier.bytes / read + ENGINE_SECONDS.high))
+    told = [f"disk {figures.bytes_text(min(disk))}/s and more" if disk else "", f"the verifier read at {figures.bytes_text(read)}/s" if read else ""]
+    return replace(rates, **found, sources=(f"MEASURED by preflight here: {', '.join(filter(None, told))}", *rates.sources)) if found else rates
 
 
 def _engine_start(ledger: Mapping[str, Any], extracted: bool) -> dict[str, Any]:
@@ -340,7 +362,7 @@ def for_verifier(rates: Rates, verifier: VerifierSize) -> Rates:
     return replace(
         rates,
         verifier=verifier,
-        load_seconds=rates.load_seconds.times(weight) + Range(10, 60),
+        load_seconds=rates.load_seconds.times(weight) + ENGINE_SECONDS,
         extract=rates.extract.times(min(ratio, 1.0), max(ratio, 1.0)),
         generate=rates.generate.times(min(ratio, 1.0), max(ratio, 1.0)),
         sources=(

@@ -127,6 +127,14 @@ def live_table(live: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"rows": rows, "same": same, "errors": errors, **told}
 
 
+def drafted(head: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's own count of a head that drafted for the eval split, with the replay's beside it; empty where it did not."""
+    live = mapping(head.get("live"))
+    if not _has(live, "mean", "drafts"):
+        return {}
+    return live | {"replay": replay if _has(replay := mapping(live.get("replay")), "mean") else {}}
+
+
 LIVE_COLUMNS = ("output_throughput", "median_itl_ms", "p99_itl_ms", "median_tpot_ms", "median_ttft_ms", "spec_decode_acceptance_length")
 
 

@@ -244,7 +244,7 @@ def _money(cost: Range | None) -> str:
 
 def _disk(settings: Settings, verifier: VerifierSize, work: Workload) -> Range:
     """The run directory at its fullest; a checkpoint in writing counts beside those kept."""
-    copies = 2 + int(settings.package.sglang)  # packaged, published to a folder, exported
+    copies = 2 + int(settings.package.sglang) + int(settings.generate.speculate not in ("off", "ngram"))  # packaged, published to a folder, exported, as it drafts
     fixed = (
         fetch_bytes(settings, verifier, work)
         + work.head.checkpoint_bytes * (settings.train.keep_checkpoints + 1)
@@ -278,6 +278,8 @@ def _assumptions(
         lines.append("generation over concurrency c goes as c / (c + 28): through 60 tok/s alone and 1,536 tok/s at 200 (measured)")
     if settings.generate.endpoints:
         lines.append(f"generation as if this machine decoded: the {len(settings.generate.endpoints)} other servers of generate.endpoints are neither timed nor priced")
+    if settings.generate.speculate != "off":
+        lines.append(f"generation as without generate.speculate = {settings.generate.speculate!r}: what it gains or costs on this machine was not measured")
     lines.append(f"price not set (rental.price_per_hour, with rental.machine = {machine.name!r})" if price is None else f"{price:,.2f} an hour, billed for every second")
     return tuple(lines)
 

@@ -298,6 +298,7 @@ def head_figures(files: RunFiles) -> list[dict[str, Any]]:
                     "histogram": _numbers(entry.get("histogram")),
                     "taps": entry.get("taps"),
                     "readings": mapping(entry.get("readings")),
+                    "live": measured.drafted(entry),
                     "groups": mapping(entry.get("groups")) or ({"source": mapping(entry["by_source"])} if entry.get("by_source") else {}),
                     "groups_key": "groups" if entry.get("groups") else "by_source",
                     "others": mapping(entry.get("others")),

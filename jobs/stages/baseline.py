@@ -8,6 +8,7 @@ replay needs no verifier and runs while its engine idles.
 The gate reads these figures and may end the run: exit code 0, verdict `no_go`, nothing published.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from jobs.draft.rope import served_alike
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.run import Context
-from jobs.stages import gate, initial, judging
+from jobs.stages import gate, initial, judging, speculation
 from jobs.stages.vocab import draft_vocabulary, map_split
 from jobs.storage.states import StateStore
 from jobs.verifier.facts import VerifierFacts
@@ -46,6 +47,7 @@ def run(context: Context) -> dict[str, Any]:
         heads["ngram"] = judging.figures(context, judging.judge_ngram(context, store))
     for name, of in readings.items():
         heads[name] = _better_reading(context, name, of, judged)
+    _beside_live(context, heads, judged)
     best = best_head(heads)
     judging.write_figures(context, context.path / "baseline.json", heads, best=best.name if best else None)
     if best is not None:
@@ -68,19 +70,24 @@ def _readings(context: Context, store: StateStore) -> dict[str, dict[str, Candid
     layers = VerifierFacts.read(context.verifier_path).layers
     for listed in settings.heads.candidates:
         try:
-            head = load_head(Path(context.locations()["heads"][listed.name]), verifier=verifier, default_taps=store_default(context)).to(device)
+            head = load_head(Path(context.locations()["heads"][listed.name]), verifier=verifier, taps=listed.taps, default_taps=store_default(context)).to(device)
         except MustFix as error:
             # One odd head must not end a run that can judge the others.
             context.note(f"baseline: {listed.name} is left out: {error}")
             continue
         if not served_alike(head.config.rope_scaling):
             context.note(f"baseline: {listed.name} scales its rope by a YaRN factor that vLLM 0.16.0 leaves out: served, it accepts less than is judged here")
-        readings = [taps for taps in tap_readings(head.config.taps, layers) if set(taps) <= set(store.layout.taps)]
+        meant = [listed.taps] if listed.taps else tap_readings(head.config.taps, layers)
+        readings = [taps for taps in meant if set(taps) <= set(store.layout.taps)]
         if not readings:
             context.note(f"baseline: {listed.name} reads taps {list(head.config.taps)}, the eval states hold {list(store.layout.taps)}: it is left out")
             continue
-        found[listed.name] = {f"{listed.name}-taps-{'-'.join(map(str, taps))}": Candidate(head, taps) for taps in readings}
+        found[listed.name] = {_key(listed.name, taps): Candidate(head, taps) for taps in readings}
     return found
+
+
+def _key(name: str, taps: Sequence[int]) -> str:
+    return f"{name}-taps-{'-'.join(map(str, taps))}"
 
 
 def store_default(context: Context) -> tuple[int, int, int]:
@@ -94,6 +101,25 @@ def _better_reading(context: Context, name: str, readings: dict[str, Candidate],
     judging.keep(context, judged[best], name)
     lengths = {"-".join(map(str, readings[key].taps)): mean for key, mean in means.items()}
     return judging.figures(context, judged[best]) | {"taps": list(readings[best].taps), "readings": lengths}
+
+
+def _beside_live(context: Context, heads: dict[str, Any], judged: dict[str, Judgement]) -> None:
+    """What vLLM counted while a head drafted for the eval split (`generate.speculate`), beside its replay over the same answers.
+
+    Both over the steps that drafted anything. They differ by what was accepted past the end of an answer, which vLLM counts,
+    and by steps of starts that were killed or of requests that were preempted.
+    """
+    for name, counted in speculation.live(context, "eval").items():
+        judgement = judged.get(_key(name, counted["taps"])) if counted["taps"] else judging.kept(context, name) if name in heads else None
+        if judgement is None or name not in heads:
+            continue
+        walk = judgement.walk
+        replay = {"mean": speculation.length(walk.drafts, walk.accepted), "drafts": walk.drafts, "draft_tokens": walk.draft_tokens, "accepted": list(walk.accepted)}
+        heads[name]["live"] = counted | {"replay": replay}
+        if counted["mean"] is not None and replay["mean"] is not None:
+            context.note(f"baseline: {name} drafted for the eval split and accepted {counted['mean']:.3f} tokens a step by vLLM's count, {replay['mean']:.3f} by replay")
+        if counted["taps"] and counted["taps"] != heads[name]["taps"]:
+            context.note(f"baseline: {name} drafted with taps {counted['taps']} and accepts more with {heads[name]['taps']}, which a continued run will use")
 
 
 def best_head(heads: dict[str, Any]) -> gate.Best | None:

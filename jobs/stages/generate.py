@@ -22,13 +22,14 @@ from typing import Any
 
 from jobs.errors import JobError, MustFix
 from jobs.run import Context
-from jobs.stages import initial
+from jobs.stages import initial, speculation
 from jobs.stages.budget import Budget
 from jobs.stages.conversations import Conversation, read_conversations, seeded
 from jobs.stages.existing import existing_responses, refuse_other_verifier
 from jobs.stages.scheduling import BATCHES, Expectation, longest_first
 from jobs.storage.responses import RESPONSES, Response, ResponseLog, scan_responses
 from jobs.storage.states import StateLayout
+from jobs.verifier import loading
 from jobs.verifier.chat import Chat
 from jobs.verifier.engine import Finished, Request, VerifierEngine
 from jobs.verifier.facts import VerifierFacts
@@ -72,6 +73,12 @@ def stage(split: str) -> GenerateStage:
     return GenerateStage(split)
 
 
+def read_ahead(context: Context) -> None:
+    """The verifier's files are here: they are read while prompts, imports and the engine's set-up run, if it is to be loaded at all."""
+    if any(context.run.stage(f"generate.{split}")["state"] != "done" for split in ("eval", "train")):
+        context.reading = loading.read_ahead(context.verifier_path, context.settings.verifier)
+
+
 def start_engine(context: Context) -> Any:
     """The engine for every split of a run: it puts out the taps under both readings, the stores select."""
     settings = context.settings
@@ -89,7 +96,10 @@ def start_engine(context: Context) -> Any:
 def _local_engine(context: Context) -> VerifierEngine:
     settings = context.settings
     taps = VerifierFacts.read(context.verifier_path).both_readings(settings.verifier.taps)
-    engine = VerifierEngine(context.verifier_path, settings.verifier, seed=settings.job.seed, capture_taps=taps)
+    drafter = speculation.drafter(context)
+    if drafter is not None:
+        context.note(f"generate.speculate = {settings.generate.speculate}: {drafter.name} drafts" + (f", taps {list(drafter.taps)}" if drafter.taps else ""))
+    engine = VerifierEngine(context.verifier_path, settings.verifier, seed=settings.job.seed, capture_taps=taps, drafter=drafter)
     if settings.verifier.tensor_parallel_size > 1:
         context.note(f"verifier.parallel = {settings.verifier.parallel} is {'tp_ep' if engine.parallel.experts else 'tp'}: {engine.parallel.why}")
     return engine
@@ -149,9 +159,13 @@ class Work:
             engine = self.engine = self.context.engine()
             begun = time.monotonic()
             engine.open_store(self.context.states(self.split), self.layout, self.context.settings.states)
+            self.earlier = len(self.log)
+            self.counted = speculation.Counted.begin(self.context, self.split, engine, self.earlier)
             try:
                 engine.run(_chain(first, requests), self.on_finished, self._watched_stop())
             finally:
+                if self.counted is not None:
+                    self.counted.keep(len(self.log) - self.earlier)
                 engine.close_store()
         return self.counts(time.monotonic() - begun)
 
@@ -197,6 +211,7 @@ class Work:
             "asked": self.expected, "ended": dict(ended),
             "turns": responses, "tokens": tokens, "response_tokens": answered, "rows": tokens - responses,
             "dropped": dict(self.dropped), "tokens_per_second": round(self.committed_tokens / max(seconds, 1e-9), 1),
+            **({"speculation": live} if (live := speculation.live(self.context, self.split)) else {}),
         }  # fmt: skip
 
     def _watched_stop(self) -> Callable[[], bool]:
@@ -207,6 +222,8 @@ class Work:
             nonlocal shown
             if time.monotonic() - shown > SHOW_EVERY:
                 shown = time.monotonic()
+                if self.counted is not None:
+                    self.counted.keep(len(self.log) - self.earlier, now_and_then=True)
                 self.context.progress(len(self.log), self.expected, "answers", tokens=self.engine.tokens - start)
             return self.context.should_stop()
 

@@ -96,7 +96,7 @@ def check(name: str, revision: str | None, kind: str = "model") -> int:
     from huggingface_hub import HfApi
     from huggingface_hub.file_download import repo_folder_name
 
-    if kind == "model" and revision is not None and _cached(name, revision) is not None:
+    if kind == "model" and revision is not None and cached(name, revision) is not None:
         return 0
     info = _info(name, revision, kind)
     with _explained(name):
@@ -110,7 +110,7 @@ def config(name: str, revision: str | None) -> dict[str, Any] | None:
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers
 
-    local = _cached(name, revision) if revision else None
+    local = cached(name, revision) if revision else None
     try:
         if local is not None:
             return json.loads((local / "config.json").read_text())
@@ -125,7 +125,7 @@ def config(name: str, revision: str | None) -> dict[str, Any] | None:
 
 def download(context: Context, model: str, revision: str, *, stall_seconds: float = STALL_SECONDS) -> Path:
     """Folder of the whole revision in the hub's cache; continues partial files. Raises TryAgain, MustFix."""
-    local = _cached(model, revision)
+    local = cached(model, revision)
     if local is not None:
         return local
     expected = sizes(model, revision)
@@ -145,7 +145,8 @@ def download(context: Context, model: str, revision: str, *, stall_seconds: floa
     raise TryAgain(f"{model} could not be downloaded in {ATTEMPTS} attempts", where="hub", remedy="run the same command again, it continues")
 
 
-def _cached(model: str, revision: str) -> Path | None:
+def cached(model: str, revision: str) -> Path | None:
+    """Folder of a revision that is whole in the hub's cache, else None; asks no network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -20,17 +20,13 @@ from typing import Any
 
 import torch
 
-from jobs.draft.export import save_speculators
-from jobs.draft.formats import load_head
-from jobs.draft.weights import VerifierWeights
 from jobs.errors import Interrupted, JobError, MustFix, TryAgain
 from jobs.run import Context, digest
-from jobs.stages import standard
+from jobs.stages import speculation, standard
 from jobs.stages.conversations import seeded
 from jobs.storage.files import read_json, write_atomically, write_json_atomically
 from jobs.storage.responses import RESPONSES, Response, scan_responses
 from jobs.verifier.chat import Chat
-from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.serve import load, served
 
 NAME = "live"
@@ -137,22 +133,11 @@ def _row(context: Context, chat: Chat, answer: Response) -> dict[str, Any] | Non
 
 
 def _speculative(context: Context, name: str, folder: Path) -> dict[str, Any]:
-    """vLLM's speculative config of the winner. A head is written as it would be published, with the taps it was judged under."""
-    settings = context.settings
-    config: dict[str, Any] = {"num_speculative_tokens": settings.evaluate.draft_tokens}
-    if name == "ngram":
-        shortest, longest = settings.heads.ngram_window
-        return config | {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": longest}
+    """vLLM's speculative config of the winner, with the taps it was judged under."""
     if name == "trained":
-        source, taps = context.path / "trained", None
-    else:
-        source, taps = Path(context.locations()["heads"][name]), tuple(read_json(context.path / "baseline.json")["heads"][name]["taps"])
-    head = load_head(source, verifier=VerifierWeights.read(context.verifier_path), taps=taps)
-    save_speculators(
-        head, folder / name, verifier_name=context.fetched()["verifier"]["model"], draft_tokens=settings.evaluate.draft_tokens,
-        verifier_architecture=VerifierFacts.read(context.verifier_path).architecture, dtype=getattr(torch, settings.verifier.dtype),
-    )  # fmt: skip
-    return config | {"method": "eagle3", "model": str(folder / name)}
+        return speculation.config_of(context, name, folder, None, source=context.path / "trained")
+    taps = read_json(context.path / "baseline.json")["heads"][name].get("taps")
+    return speculation.config_of(context, name, folder, tuple(taps) if taps else None)
 
 
 def _kept(context: Context, name: str, traffic: Traffic) -> dict[str, Any]:

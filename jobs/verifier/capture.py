@@ -84,9 +84,11 @@ class Capture:
 
     def _around_sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         batch, runner = self.runner.input_batch, self.runner
+        drafts = spec_decode_metadata.num_draft_tokens if spec_decode_metadata is not None else [0] * batch.num_reqs
         for index, generator in batch.generators.items():
             seed = runner.requests[batch.req_ids[index]].sampling_params.seed
-            generator.manual_seed(seed_at(seed, int(runner.seq_lens.np[index])))
+            # The first token to be drawn. Counted from the last draft, a later step could come by the same numbers again.
+            generator.manual_seed(seed_at(seed, int(runner.seq_lens.np[index]) - drafts[index]))
         output = self._sample(logits, spec_decode_metadata)
         for index in runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0]:
             if int(index) in batch.generators:

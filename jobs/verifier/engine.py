@@ -23,8 +23,10 @@ from jobs.errors import Interrupted, JobError, MustFix, TryAgain
 from jobs.settings import StatesSettings, VerifierSettings
 from jobs.storage.states import StateLayout
 from jobs.verifier.capture import LAST_TOKEN_KEY, SAMPLE_KEY, rebuild
+from jobs.verifier.drafter import Drafter, counters
 from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.fit import refuse_too_large
+from jobs.verifier.loading import load_arguments
 from jobs.verifier.parallel import parallel
 from jobs.verifier.repetition import loops_now
 from jobs.verifier.requests import Finished, Request
@@ -46,7 +48,7 @@ MLA_WIDTH = 576
 class VerifierEngine:
     """One engine start of the verifier in `model`, with the states at `capture_taps` put out by its forward.
 
-    seed: for what is not seeded by a request. engine_arguments: further arguments of `vllm.LLM`
+    seed: for what is not seeded by a request. drafter: who drafts, None for plain decoding. engine_arguments: further arguments of `vllm.LLM`
     (the tests force preemption with `num_gpu_blocks_override`). Raises MustFix for what cannot be
     loaded on this machine, TryAgain for an engine that did not start otherwise.
     """
@@ -58,9 +60,10 @@ class VerifierEngine:
         *,
         seed: int,
         capture_taps: tuple[int, ...] = (),
+        drafter: Drafter | None = None,
         engine_arguments: dict[str, Any] | None = None,
     ):
-        self.model, self.settings, self.capture_taps = Path(model), settings, tuple(sorted(capture_taps))
+        self.model, self.settings, self.capture_taps, self.drafter = Path(model), settings, tuple(sorted(capture_taps)), drafter
         self.facts = VerifierFacts.read(self.model)
         self.tokens = 0  # decoded by this engine so far, running answers included
         self._ended_tokens, self._counted_at, self._looked_at = 0, 0.0, time.monotonic()
@@ -70,13 +73,13 @@ class VerifierEngine:
         self._backlog: deque[Request] = deque()  # follow-ups, not yet given to vLLM
         prepare_environment(settings, self.facts)
         self.parallel = parallel(self.model, settings)
-        arguments = _arguments(self.model, settings, self.facts, seed, self.capture_taps) | (engine_arguments or {})
+        arguments = _arguments(self.model, settings, self.facts, seed, self.capture_taps, drafter) | (engine_arguments or {})
         if arguments["dtype"] not in ("bfloat16", "float32"):
             raise MustFix(
                 f"The verifier cannot run in {arguments['dtype']}: vLLM rescales DeepSeek's residual in it, and the taps with it",
                 where="verifier.dtype", remedy="use bfloat16",
             )  # fmt: skip
-        refuse_too_large(self.model, settings)
+        refuse_too_large(self.model, settings, drafter)
         self._llm = _start(arguments, self.model)
 
     # ------------------------------------------------------------------ the store
@@ -115,6 +118,10 @@ class VerifierEngine:
             self._llm.llm_engine.abort_request(running)
         if samples and self._open:
             self._rpc("capture_discard", samples)
+
+    def speculation(self) -> dict[str, Any] | None:
+        """vLLM's own counters since the start (see `drafter.counters`); None without a drafter."""
+        return self.drafter and counters(self._llm.llm_engine.get_metrics(), self.drafter.config["num_speculative_tokens"])
 
     # ------------------------------------------------------------------ the loop
 
@@ -318,7 +325,7 @@ def prepare_environment(settings: VerifierSettings, facts: VerifierFacts) -> Non
         os.environ.setdefault(name, value)
 
 
-def _arguments(model: Path, settings: VerifierSettings, facts: VerifierFacts, seed: int, taps: tuple[int, ...]) -> dict[str, Any]:
+def _arguments(model: Path, settings: VerifierSettings, facts: VerifierFacts, seed: int, taps: tuple[int, ...], drafter: Drafter | None = None) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": settings.dtype,
@@ -332,11 +339,14 @@ def _arguments(model: Path, settings: VerifierSettings, facts: VerifierFacts, se
         "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": False,
         "seed": seed,
-        "disable_log_stats": True,
+        "disable_log_stats": drafter is None,  # vLLM counts what is accepted among its statistics
         "worker_extension_cls": "jobs.verifier.capture.CaptureExtension",
         # Part of vLLM's compile-cache key, which otherwise does not contain the taps.
         "additional_config": {"eagle3_job_taps": list(taps)},
     }
+    arguments |= load_arguments(settings)
+    if drafter is not None:
+        arguments["speculative_config"] = dict(drafter.config)
     if facts.architecture == "KimiK25ForConditionalGeneration":
         # Text only; else start-up profiling feeds the vision tower 3000 x 3000 images.
         arguments["limit_mm_per_prompt"] = {"vision_chunk": 0}

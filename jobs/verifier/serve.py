@@ -29,6 +29,7 @@ from jobs.errors import TryAgain
 from jobs.settings import VerifierSettings
 from jobs.verifier.engine import prepare_environment
 from jobs.verifier.facts import VerifierFacts
+from jobs.verifier.loading import load_arguments, read_ahead
 from jobs.verifier.parallel import parallel
 
 VLLM = ("-m", "vllm.entrypoints.cli.main")
@@ -86,7 +87,8 @@ def served(
         bench = subprocess.Popen([sys.executable, "-m", "jobs.verifier.bench"], env=_environment(model, settings), **pipes)
     server = Server(process, f"http://127.0.0.1:{port}", shlex.join(("vllm", *command[len(VLLM) :])), log, bench)
     try:
-        _wait_until_it_answers(server, start_seconds, should_stop)
+        with read_ahead(model, settings) or contextlib.nullcontext():
+            _wait_until_it_answers(server, start_seconds, should_stop)
         yield server
     finally:
         bench.kill()
@@ -114,6 +116,8 @@ def serve_arguments(model: Path, settings: VerifierSettings, speculative: dict[s
     }
     if VerifierFacts.read(model).architecture == "KimiK25ForConditionalGeneration":
         arguments["--limit-mm-per-prompt"] = json.dumps({"vision_chunk": 0})
+    for name, value in load_arguments(settings).items():
+        arguments["--" + name.replace("_", "-")] = value if isinstance(value, str) else json.dumps(value)
     if speculative is not None:
         arguments["--speculative-config"] = json.dumps(speculative)
     flags = ["--no-enable-prefix-caching"]

@@ -149,7 +149,7 @@ def complete_run(tmp_path: Path) -> Path:
     run = tmp_path / "complete"
     run.mkdir()
     (run / "run.json").write_text(json.dumps(complete_ledger()))
-    heads = {"ngram": head("ngram", 1.55, [0.31, 0.15, 0.09]), "untrained": head("untrained", 1.02, [0.015, 0.004, 0.001])}
+    heads = {"ngram": head("ngram", 1.55, [0.31, 0.15, 0.09], live={"mean": 2.047, "drafts": 913, "replay": {"mean": 2.031}}), "untrained": head("untrained", 1.02, [0.015, 0.004, 0.001])}
     (run / "baseline.json").write_text(json.dumps({"draft_tokens": 3, "heads": heads, "best": "ngram"}))
     trained = head("trained", 2.6132, [0.71, 0.52, 0.3832], taps=[2, 5, 7], readings={"2-5-7": 2.6132, "3-6-8": 1.81})
     gains = {"over_ngram": length(1.0632), "over_untrained": length(1.5932)}

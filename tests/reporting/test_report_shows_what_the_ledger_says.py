@@ -104,6 +104,8 @@ def test_what_is_shown_is_the_value_rounded(complete_run):
     assert shown["run.json#/stages/train/seconds"] == "61.5 s"
     assert shown["run.json#/stages/generate.train/seconds"] == "2.0 min"
     assert shown["baseline.json#/heads/ngram/rates/0"] == "31.0 %"
+    # What vLLM counted while that head drafted, beside the replay of the same answers.
+    assert (shown["baseline.json#/heads/ngram/live/mean"], shown["baseline.json#/heads/ngram/live/replay/mean"]) == ("2.047", "2.031")
     assert shown["run.json#/cost/amount"] == f"{complete_ledger()['cost']['amount']:.2f} EUR"
 
 

@@ -29,6 +29,7 @@ from jobs.stages import hub
 from jobs.stages.preflight import access, gpus, machine
 from jobs.stages.preflight.access import misfits
 from jobs.storage.files import read_json, write_json_atomically
+from jobs.verifier.facts import weight_files
 
 __all__ = ["NAME", "SETTINGS", "expected_bytes", "inputs", "misfits", "outputs", "run"]
 NAME = "preflight"
@@ -38,6 +39,7 @@ ALWAYS = True
 
 VLLM = "0.16.0"
 LIMIT_SECONDS = 115.0
+SLOWEST_LOAD = 3600.0  # seconds; an hour of eight GPUs for reading files is a wrong disk, not a slow one
 NVLINK = ("8 x B300", "8 x B200", "8 x H200")  # machines of the plan whose rates need it
 
 
@@ -60,7 +62,10 @@ def run(context: Context) -> dict[str, Any]:
             f"Preflight found {len(problems)} problem(s): {' | '.join(problems)}", where=str(context.path / "preflight.json"),
             remedy="mend them and run the same command again", problems=problems,
         )  # fmt: skip
-    return {"checks": len(found)}
+    rates = {f"disk_{what}": rate for what, rate in measured.get("disk", {}).items()}
+    if "load" in measured:
+        rates["verifier_read"] = measured["load"]["read"]
+    return {"checks": len(found), "bytes_per_second": rates}
 
 
 def _all_at_once(context: Context, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -188,6 +193,26 @@ def _disk(context: Context, measured: dict[str, Any]) -> Iterator[str]:
         least = writing.bytes.low / max(writing.seconds.high, 1.0)
     sentences, measured["disk"] = machine.disk_rate(context.path, least)
     yield from sentences
+    yield from _load_rate(context, measured)
+
+
+def _load_rate(context: Context, measured: dict[str, Any]) -> Iterator[str]:
+    """How fast the verifier is read here: its own files where they are, else the disk that they will be on."""
+    size, threads = _verifier_bytes(context.settings), context.settings.verifier.load_threads
+    folder = access.verifier_here(context)
+    if folder is not None:
+        rate = machine.read_rate(weight_files(folder), threads)
+    else:
+        folder = cache = Path(hub.cache_folder())
+        cache.mkdir(parents=True, exist_ok=True)
+        own = os.stat(cache).st_dev == os.stat(context.path).st_dev
+        rate = (measured["disk"] if own else machine.disk_rate(cache, None)[1]).get("read")
+    if not rate or not size:
+        return
+    measured["load"] = {"bytes": size, "read": rate, "seconds_at_best": size / rate}
+    context.note(f"preflight: {folder} is read at {rate / 1e9:.2f} GB/s, the verifier's {size / 1e9:.1f} GB in {size / rate / 60:.1f} min at best")
+    if size / rate > SLOWEST_LOAD:
+        yield f"{folder} is read at {rate / 1e6:.0f} MB/s, the verifier's {size / 1e9:.0f} GB would take {size / rate / 60:.0f} min at each start: put HF_HOME (or the checkpoint) on local NVMe"
 
 
 def _memory(context: Context, measured: dict[str, Any]) -> Iterator[str]:

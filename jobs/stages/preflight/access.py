@@ -10,12 +10,13 @@ from jobs.draft.statistics import MINIMUM_PROMPTS
 from jobs.errors import JobError, MustFix, TryAgain
 from jobs.run import Context
 from jobs.settings import PromptSource, PromptsSettings, Settings
-from jobs.stages import hub, push, standard
+from jobs.stages import hub, push, speculation, standard
 from jobs.stages import prompts as stages_prompts
 from jobs.storage import bucket, saved_run
 from jobs.storage.responses import RESPONSES
-from jobs.verifier.facts import VerifierFacts
+from jobs.verifier.facts import VerifierFacts, default_taps
 from jobs.verifier.fit import refuse_too_large
+from jobs.verifier.loading import refuse_missing_loader
 from jobs.verifier.tiny import CHECKPOINT
 
 
@@ -87,6 +88,16 @@ def checkpoint_folder(settings: Settings) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
+def verifier_here(context: Context) -> Path | None:
+    """The verifier's folder if it is on this machine already, whole: a local one, or a snapshot in the hub's cache."""
+    wanted = context.settings.verifier
+    if not hub.is_hub_id(wanted.model):
+        return checkpoint_folder(context.settings)
+    fetched = context.fetched()["verifier"] if (context.path / "fetched.json").exists() else {}
+    revision = wanted.revision or (fetched.get("revision") if fetched.get("model") == wanted.model else None)
+    return hub.cached(wanted.model, revision) if revision else None
+
+
 def fits(context: Context) -> Iterator[str]:
     """Memory, settings, tokenizer and existing heads against the verifier; from the hub their config.json is enough."""
     settings = context.settings
@@ -95,20 +106,21 @@ def fits(context: Context) -> Iterator[str]:
         try:
             facts = VerifierFacts.read(folder)
             refuse_too_large(folder, settings.verifier)
+            refuse_missing_loader(settings.verifier)
         except JobError as error:
             yield error.sentence()
             return
         yield from misfits(settings, facts)
         yield from _tokenizer(folder, facts, settings.verifier.trust_remote_code)
-        shape = facts.hidden_size, facts.vocab_size
+        shape, layers = (facts.hidden_size, facts.vocab_size), facts.layers
     else:
         config = _config(settings.verifier.model, settings.verifier.revision) or {}
         text = config.get("text_config", config)
-        shape = text.get("hidden_size"), text.get("vocab_size")
-    for candidate in settings.heads.candidates if None not in shape else ():
-        found = _config(candidate.model, candidate.revision)
-        if found is not None:
-            yield from head_misfits(candidate.name, found, *shape)
+        shape, layers = (text.get("hidden_size"), text.get("vocab_size")), text.get("num_hidden_layers", 0)
+    configs = {c.name: found for c in settings.heads.candidates if (found := _config(c.model, c.revision)) is not None}
+    for name, found in configs.items() if None not in shape else ():
+        yield from head_misfits(name, found, *shape)
+    yield from speculation.problems(context, configs, default_taps(layers))
 
 
 def _config(model: str, revision: str | None) -> dict[str, Any] | None:

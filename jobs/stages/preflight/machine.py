@@ -9,12 +9,13 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jobs.run import Context
 from jobs.settings import Settings
+from jobs.storage import read_ahead
 
 # What a run of any size needs beside its states: environment caches, checkpoints' temporary copies, reports.
 SPARE_BYTES = 2 << 30
@@ -68,6 +69,27 @@ def disk_rate(folder: Path, least: float | None) -> tuple[list[str], dict[str, f
             f"{folder} writes {rates['written'] / 1e6:.0f} MB/s, the states come at up to {least / 1e6:.0f} MB/s: put the run directory on local NVMe, or states.dtype = fp8"
         ], rates  # fmt: skip
     return [], rates
+
+
+def read_rate(files: Sequence[Path], threads: int) -> float | None:
+    """Bytes a second that the verifier's own files are read with, as they will be: several ranges at once. None where there are too few.
+
+    The end of the largest files is taken out of the page cache first: that it was there once says nothing about the disk.
+    """
+    probed, left = [], PROBED_BYTES
+    for file in sorted(files, key=lambda file: file.stat().st_size, reverse=True):
+        size = min(file.stat().st_size, left)
+        if size:
+            probed.append((file, file.stat().st_size - size, size))
+            left -= size
+    if left:  # a verifier this small is loaded in a moment
+        return None
+    for file, begin, length in probed:
+        with file.open("rb") as handle:
+            os.posix_fadvise(handle.fileno(), begin, length, os.POSIX_FADV_DONTNEED)
+    until = time.monotonic() + PROBE_SECONDS
+    done = read_ahead.read_ranges(probed, threads, lambda: time.monotonic() > until)
+    return done.bytes / done.seconds if done.bytes else None
 
 
 def memory_limits(gpus: int, shm: Path = SHM) -> Iterator[str]:
