@@ -71,10 +71,10 @@ def publish(
     """
     started = time.monotonic()
     manifest = Manifest.load(Path(folder))
-    local = LocalFiles(Path(folder), manifest, should_stop)
+    local = LocalFiles(Path(folder), manifest.files, should_stop)
     place = destination(uri, settings)
     upload_state, tally = UploadState(state, uri), _Tally(progress, manifest.bytes)
-    with place.hold(), local:
+    with place.hold():
         standing = place.read_small(MANIFEST)
         if standing is not None and standing != manifest.content:
             if not replace:
@@ -84,10 +84,15 @@ def publish(
 
         def send(entry: FileEntry, stop: ShouldStop) -> None:
             if place.holds(entry, standing == manifest.content or upload_state.arrived(entry)):
+                local.confirm(entry)
                 return tally.add(entry.bytes)
-            _require_claim(place, manifest)
+
+            def before_it_appears() -> None:
+                local.confirm(entry)
+                _require_claim(place, manifest)
+
             counted = tally.of_one_file()
-            place.upload(entry, local.path(entry), upload_state, counted, stop, lambda: local.confirm(entry))
+            place.upload(entry, local, upload_state, counted, stop, before_it_appears)
             tally.add(entry.bytes - counted.bytes)  # parts an earlier call had sent
             if settings.read_back:
                 _read_back(place, entry, upload_state)
@@ -169,14 +174,14 @@ def probe(uri: str, settings: PushSettings) -> dict[str, float | bool]:
 
 def _probe_parts(place: Destination, name: str, settings: PushSettings) -> dict[str, float]:
     small_parts = destination(place.uri, settings.model_copy(update={"part_mib": SMALLEST_PART_MIB}))
-    with tempfile.NamedTemporaryFile(prefix="eagle3-probe-") as file:
-        file.write(os.urandom(PROBED_BYTES))
-        file.flush()
-        entry = FileEntry(name, sha256_file(Path(file.name)), PROBED_BYTES)
+    content = os.urandom(PROBED_BYTES)
+    entry = FileEntry(name, hashlib.sha256(content).hexdigest(), PROBED_BYTES)
+    with tempfile.TemporaryDirectory(prefix="eagle3-probe-") as folder:
+        Path(folder, name).write_bytes(content)
+        local = LocalFiles(Path(folder), (entry,), lambda: False)
         began = time.monotonic()
         try:
-            upload_state = UploadState(None, place.uri)
-            small_parts.upload(entry, Path(file.name), upload_state, lambda size: None, lambda: False, lambda: None)
+            small_parts.upload(entry, local, UploadState(None, place.uri), lambda size: None, lambda: False, lambda: None)
             sent = time.monotonic()
             came = hashlib.sha256(b"".join(place.read(name))).hexdigest()
             ended = time.monotonic()

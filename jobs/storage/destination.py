@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 from jobs.errors import MustFix
 from jobs.settings import PushSettings
 from jobs.storage.folder import FolderDestination
+from jobs.storage.local_files import LocalFiles
 from jobs.storage.manifest import FileEntry, UploadState
 from jobs.storage.s3 import S3Destination
 
@@ -35,11 +36,11 @@ class Destination(Protocol):
     def upload(
         self,
         entry: FileEntry,
-        path: Path,
+        local: LocalFiles,
         state: UploadState,
         sent: Callable[[int], None],  # (bytes more)
         should_stop: ShouldStop,
-        confirm: Callable[[], None],  # called before the file appears; raises where it must not
+        before_it_appears: Callable[[], None],  # raises where the file must not appear
     ) -> None: ...
     def clean_up(self, entries: tuple[FileEntry, ...]) -> None: ...
 

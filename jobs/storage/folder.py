@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.storage.files import disk_full_named, fsync_folder, held, sha256_file, write_all, write_atomically
+from jobs.storage.local_files import LocalFiles
 from jobs.storage.manifest import LOCK, FileEntry, UploadState
 
 _BLOCK = 1 << 22  # bytes copied at once, and between two looks at should_stop
@@ -117,11 +118,11 @@ class FolderDestination:
     def upload(
         self,
         entry: FileEntry,
-        path: Path,
+        local: LocalFiles,
         state: UploadState,
         sent: Callable[[int], None],
         should_stop: Callable[[], bool],
-        confirm: Callable[[], None],
+        before_it_appears: Callable[[], None],
     ) -> None:
         """Copy under a hidden name (a killed copy goes on where it stopped), check its sha256, rename."""
         final = self.root / entry.name
@@ -129,8 +130,8 @@ class FolderDestination:
         with _refusal_named(final), disk_full_named(final):
             final.parent.mkdir(parents=True, exist_ok=True)
             for _ in range(2):  # the second time without the part an earlier process left
-                self._copy(path, temporary, sent, should_stop)
-                confirm()
+                self._copy(entry, local, temporary, sent, should_stop)
+                before_it_appears()
                 if sha256_file(temporary) == entry.sha256:
                     os.replace(temporary, final)
                     fsync_folder(final.parent)
@@ -138,20 +139,21 @@ class FolderDestination:
                 temporary.unlink()
         raise TryAgain(f"{entry.name} arrived damaged twice", where=str(final), remedy="check the disk")
 
-    def _copy(
-        self, source: Path, temporary: Path, sent: Callable[[int], None], should_stop: Callable[[], bool]
-    ) -> None:
+    def _copy(self, entry: FileEntry, local: LocalFiles, temporary: Path, sent: Callable[[int], None], should_stop: Callable[[], bool]) -> None:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        buffer = memoryview(bytearray(_BLOCK))
         try:
-            with open(source, "rb") as file:
-                file.seek(os.fstat(descriptor).st_size)
-                while block := file.read(_BLOCK):
+            with local.reading(entry) as reading:
+                there = min(os.fstat(descriptor).st_size, entry.bytes)
+                reading.skip(there)
+                for start in range(there, entry.bytes, _BLOCK):
                     if should_stop():
-                        raise Interrupted(
-                            "The upload was stopped", where=self.uri, remedy="run the same command to go on"
-                        )
+                        raise Interrupted("The upload was stopped", where=self.uri, remedy="run the same command to go on")
+                    block = buffer[: entry.bytes - start]
+                    reading.into(block)
                     write_all(descriptor, block)
                     sent(len(block))
+                reading.compare()
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

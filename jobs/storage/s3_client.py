@@ -104,7 +104,7 @@ def client_for(settings: PushSettings, uri: str) -> Any:
         read_timeout=READ_SECONDS,
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
         max_pool_connections=settings.threads + 4,
-        request_checksum_calculation=settings.checksums,
+        request_checksum_calculation="when_required",  # what is asked for beyond is calculated in multipart.integrity
         response_checksum_validation=settings.checksums,
         signature_version="s3v4",
         s3={

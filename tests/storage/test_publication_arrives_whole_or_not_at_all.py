@@ -12,6 +12,7 @@ from publications import MIB, MODEL_BYTES, bodies_sent, contents, killed_at, mak
 from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.storage.bucket import destination, publish, pull
 from jobs.storage.local_files import LocalFiles
+from jobs.storage.multipart import integrity
 
 PART = 5 * MIB
 
@@ -79,7 +80,8 @@ def test_the_parts_that_arrived_are_not_sent_again(bucket, server, settings, tmp
     assert arrived >= 2 * PART
     second = publish(head, uri, settings, state=state)
     small = len((head / "sglang/config.json").read_bytes())  # sent beside the model, before the kill or after it
-    assert second.bytes_sent - (MODEL_BYTES - arrived) in (0, small)
+    # Not equal: a part that the dead client had handed over may come in after the list.
+    assert second.bytes_sent <= MODEL_BYTES - arrived + small
 
 
 def test_without_its_state_a_killed_upload_begins_anew_and_leaves_no_parts(bucket, server, settings, tmp_path):
@@ -226,8 +228,8 @@ def test_parts_of_a_file_written_since_are_not_used(bucket, server, settings, tm
     uri, head, state = f"s3://{bucket}/head", make_head(tmp_path / "head", 1), tmp_path / "push.json"
     good = (head / "model.safetensors").read_bytes()
     (head / "model.safetensors").write_bytes(bytes(len(good)))
-    with pytest.MonkeyPatch.context() as patch:  # as if the hash took longer than the parts
-        patch.setattr(LocalFiles, "_check", lambda self, entry: None)
+    with pytest.MonkeyPatch.context() as patch:  # as if it had been killed before its sha256 was known
+        patch.setattr(LocalFiles, "compared", lambda self, entry, sha256: None)
         killed_at(6 * MIB, lambda progress: publish(head, uri, settings, state=state, progress=progress))
     (head / "model.safetensors").write_bytes(good)
     assert publish(head, uri, settings, state=state).bytes_sent >= MODEL_BYTES
@@ -254,7 +256,7 @@ def test_checksums_of_boto3_take_the_place_of_md5(bucket, settings, tmp_path):
     """`when_supported` (AWS): a CRC travels with every body and no MD5 is calculated."""
     newer = settings.model_copy(update={"checksums": "when_supported"})
     uri, head = f"s3://{bucket}/head", make_head(tmp_path / "head", 1)
-    assert destination(uri, newer)._integrity(b"x") == {} and destination(uri, settings)._integrity(b"x")
+    assert set(integrity(b"x", newer)) == {"ChecksumCRC32"} and set(integrity(b"x", settings)) == {"ContentMD5"}
     publish(head, uri, newer, state=None)
     pull(uri, tmp_path / "back", newer)
     assert contents(tmp_path / "back") == contents(head)
