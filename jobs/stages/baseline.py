@@ -19,7 +19,7 @@ from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.run import Context
 from jobs.stages import gate, initial, judging, speculation
-from jobs.stages.vocab import draft_vocabulary, map_split
+from jobs.stages.vocab import draft_vocabulary
 from jobs.storage.states import StateStore
 from jobs.verifier.facts import VerifierFacts
 
@@ -65,7 +65,7 @@ def _readings(context: Context, store: StateStore) -> dict[str, dict[str, Candid
     if settings.heads.untrained or settings.heads.candidates:
         verifier = VerifierWeights.read(context.verifier_path)
     if settings.heads.untrained:
-        head = initial.scratch(context, verifier, draft_vocabulary(context, map_split(context)).draft_ids).to(device)
+        head = initial.scratch(context, verifier, draft_vocabulary(context, "eval").draft_ids).to(device)
         found["untrained"] = {"untrained": Candidate(head, head.config.taps)}
     layers = VerifierFacts.read(context.verifier_path).layers
     for listed in settings.heads.candidates:

@@ -19,7 +19,7 @@ from jobs.draft.trainer import train
 from jobs.draft.weights import VerifierWeights
 from jobs.run import Context
 from jobs.stages import generate, initial, judging
-from jobs.stages.vocab import draft_vocabulary, map_split, token_counts
+from jobs.stages.vocab import draft_vocabulary, token_counts
 from jobs.storage.states import StateStore
 
 SAVED = "the rest of the train split, the training and the publication are saved"
@@ -66,7 +66,7 @@ def _train_and_judge(context: Context) -> Judgement:
     settings, verifier = context.settings, VerifierWeights.read(context.verifier_path)
     store, start = StateStore(context.states("train")), initial.chosen(context)
     if start is None:
-        head = initial.scratch(context, verifier, draft_vocabulary(context, map_split(context)).draft_ids)
+        head = initial.scratch(context, verifier, draft_vocabulary(context, "train").draft_ids)
     else:
         head = initial.warm(context, start, verifier, token_counts(context, "train"))
     train(

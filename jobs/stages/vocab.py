@@ -2,9 +2,10 @@
 
 A smaller output head makes every drafted token cheaper; what it cannot draft is simply rejected.
 Counted over the responses the verifier wrote itself, with the special and template tokens forced
-in. A warm start keeps its head's own map (its output rows are trained for it). A run that judges
-an untrained head has made the map from the eval responses already and keeps that one, so that the
-trained head and its floor differ in nothing but training.
+in. A warm start keeps its head's own map (its output rows are trained for it). The map of a head
+from scratch is counted over the train responses alone: over the eval responses it would draft every
+token it is judged on, and on other traffic it would not. Only the untrained floor, judged before there
+is a train split, has a map of the eval responses; it accepts nothing with either.
 """
 
 from collections import Counter
@@ -24,11 +25,11 @@ from jobs.verifier.chat import Chat
 from jobs.verifier.facts import VerifierFacts
 
 NAME = "vocab"
-SETTINGS = ("vocab", "heads.untrained", "heads.warm_start")
+SETTINGS = ("vocab", "heads.warm_start")
 
 
 def inputs(context: Context) -> list[Path]:
-    return [context.path / "baseline.json", context.states("eval") / "responses.jsonl", context.states("train") / "responses.jsonl"]
+    return [context.path / "baseline.json", context.states("train") / "responses.jsonl"]
 
 
 def outputs(context: Context) -> list[Path]:
@@ -42,8 +43,7 @@ def run(context: Context) -> dict[str, Any]:
         head = initial.warm(context, start, VerifierWeights.read(context.verifier_path), counts)
         chosen, source = DraftVocabulary.from_ids(head.draft_ids.cpu(), head.config.vocab_size), start.name
     else:
-        source = map_split(context)
-        chosen = draft_vocabulary(context, source)
+        chosen, source = draft_vocabulary(context, "train"), "train"
     coverage = chosen.coverage_of(counts)
     if coverage < context.settings.vocab.min_coverage:
         raise MustFix(
@@ -61,11 +61,6 @@ def _save(path: Path, vocabulary: DraftVocabulary) -> None:
         if torch.equal(earlier.d2t, vocabulary.d2t) and torch.equal(earlier.t2d, vocabulary.t2d):
             return
     vocabulary.save(path)
-
-
-def map_split(context: Context) -> str:
-    """The split whose responses a new head's map is made from."""
-    return "eval" if context.settings.heads.untrained else "train"
 
 
 def draft_vocabulary(context: Context, split: str) -> DraftVocabulary:

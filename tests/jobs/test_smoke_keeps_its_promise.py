@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -41,6 +42,22 @@ def test_the_trained_head_beats_the_untrained_one_and_ngram(smoke):
 def test_one_load_serves_eval_and_train(smoke):
     folder, result, *_ = smoke
     assert result["verifier_loads"] == 1 == json.loads((folder / "run.json").read_text())["verifier_loads"]
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    order = [event.get("stage", event["kind"]) for event in events if event["kind"] in ("stage started", "verifier loaded")]
+    begun = [name for name in order if name in ("verifier loaded", "generate.eval", "baseline", "generate.train")]
+    assert begun == ["generate.eval", "verifier loaded", "baseline", "generate.train"], "judged while the engine idles, before the train split is paid for"
+
+
+def test_the_head_can_draft_what_the_train_answers_hold_and_knows_nothing_of_the_eval_answers(smoke):
+    from jobs.draft.vocabulary import DraftVocabulary, build
+    from jobs.verifier.chat import Chat
+    from jobs.verifier.tiny import CHECKPOINT
+
+    folder, *_ = smoke
+    answers = [json.loads(line) for line in (folder / "states/train/responses.jsonl").read_text().splitlines()]
+    counts = Counter(token for answer in answers for token in answer["response_token_ids"])
+    kept = DraftVocabulary.load(folder / "vocab.safetensors")
+    assert kept.draft_ids.tolist() == build(counts, 1024, Chat.load(CHECKPOINT).special_token_ids, kept.vocab_size).draft_ids.tolist()
 
 
 def test_every_state_verifies(smoke):

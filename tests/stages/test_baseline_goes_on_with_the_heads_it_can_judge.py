@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from jobs.draft.formats import save_llama_eagle3
+from jobs.draft.formats import load_head, save_llama_eagle3
 from jobs.draft.model import Eagle3Head, HeadConfig
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.reporting.display import Display
 from jobs.run import Context, RunDirectory
 from jobs.settings import load
-from jobs.stages import baseline, fetch, judging
+from jobs.stages import baseline, fetch, initial, judging
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
 from jobs.verifier.chat import Chat
 from jobs.verifier.facts import VerifierFacts
@@ -131,6 +131,25 @@ def test_both_readings_are_judged_in_one_pass_and_every_group_stands_there(judge
     whole = good["groups"]["thinking"]["outside"]
     assert whole["low"] <= whole["mean_acceptance_length"] <= whole["high"]
     assert "low" not in good["groups"]["domain"]["math"], "four prompts of a domain are too few for an interval"
+
+
+def test_the_best_head_in_its_better_reading_is_the_warm_start_unless_the_settings_say_otherwise(judged):
+    context, figures = judged
+    assert figures["best"] in ("good", "ngram"), "n-gram speculation may be better, and cannot be trained from"
+    start = initial.chosen(context)
+    better = max(figures["heads"]["good"]["readings"], key=figures["heads"]["good"]["readings"].get)
+    assert (start.name, "-".join(map(str, start.taps))) == ("good", better)
+    head = initial.warm(context, start, VerifierWeights.read(CHECKPOINT), {5: 3})
+    assert torch.equal(head.fc.weight, load_head(start.folder).fc.weight) and head.config.taps == start.taps
+
+    def with_start(name: str) -> Context:
+        heads = context.settings.heads.model_copy(update={"warm_start": name})
+        return Context(context.settings.model_copy(update={"heads": heads}), context.run, context.display)
+
+    assert initial.chosen(with_start("none")) is None
+    with pytest.raises(MustFix, match="'wide' could not be judged") as error:
+        initial.chosen(with_start("wide"))
+    assert error.value.where == "heads.warm_start"
 
 
 def test_standard_sets_stand_apart_and_do_not_move_the_figure(judged):
