@@ -6,6 +6,7 @@ money, intervals) stand here once. Nothing here raises on an absent key: a run t
 a ledger with holes in it, and that is exactly the ledger somebody wants to look at.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -117,6 +118,14 @@ def dropped_entries(counts: Mapping[str, Any]) -> list[tuple[str, int, tuple[str
     return [("no reason given", int(total), ("dropped",))] if total and not found else found
 
 
+def shares(counts: Any, steps: Any) -> list[float]:
+    """Each count as a share of the steps, up to the first that is none; empty without steps."""
+    whole = number(steps)
+    if not whole or not isinstance(counts, list):
+        return []
+    return [value / whole for value in itertools.takewhile(lambda value: value is not None, map(number, counts))]
+
+
 def head_rows(ledger: Mapping[str, Any]) -> list[tuple[str, float, float | None, float | None]]:
     """(head, mean, low, high) of the acceptance lengths, ascending, the trained head last.
 
@@ -178,6 +187,14 @@ def count_text(value: Any) -> str:
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def share_text(share: Any) -> str:
+    """A share between 0 and 1 in percent; one too small for a tenth of a percent is said to be under it."""
+    value = number(share)
+    if value is None:
+        return str(share)
+    return "under 0.1 %" if 0 < value < 0.001 else f"{100 * value:.1f} %"
 
 
 def rate_text(rate: float, unit: str) -> str:

@@ -295,6 +295,8 @@ def head_figures(files: RunFiles) -> list[dict[str, Any]]:
                     "walk": walk,
                     "steps": number(counted.get("steps")),
                     "tokens": number(counted.get("tokens")),
+                    "drafts": number(counted.get("drafts")),
+                    "accepted": figures.shares(counted.get("accepted"), counted.get("steps")),
                     "histogram": _numbers(entry.get("histogram")),
                     "taps": entry.get("taps"),
                     "readings": mapping(entry.get("readings")),
@@ -315,7 +317,8 @@ def _numbers(values: Any) -> list[float]:
 
 
 def rates_chart(heads: list[dict[str, Any]]) -> Markup:
-    shown = [(head["name"], head["rates"]) for head in heads if head["rates"]][-charts.SERIES_COLOURS :]
+    """Of all steps, so that the bars of a head add up to its acceptance length less one."""
+    shown = [(head["name"], head["accepted"] or head["rates"]) for head in heads if head["rates"]][-charts.SERIES_COLOURS :]
     count = max((len(rates) for _, rates in shown), default=0)
     return charts.grouped_bars("Share of steps that accept the draft at each position", [f"position {k + 1}" for k in range(count)], shown)
 
@@ -371,7 +374,8 @@ def training_facts(lines: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     place, last = numbered[-1]
     shown = (("step", "Last step"), ("loss", "Last loss"), ("tokens_per_second", "Tokens a second"), ("data_wait", "Waited for data"), ("grad_norm", "Gradient norm"))
     found = [
-        (title, figure(figures.count_text(last[key]), last[key], (place, key), "train.jsonl")) for key, title in shown if number(last.get(key)) is not None
+        (title, figure(figures.share_text(last[key]) if key == "data_wait" else figures.count_text(last[key]), last[key], (place, key), "train.jsonl"))
+        for key, title in shown if number(last.get(key)) is not None
     ]
     bad = sum(1 for _, line in numbered if number(line.get("loss")) is None)
     return [*found, ("Lines with a loss that is not finite", str(bad))] if bad else found

@@ -15,9 +15,9 @@ def length(mean: float) -> dict[str, float]:
     return {"mean": mean, "low": mean - 0.083, "high": mean + 0.079}
 
 
-def head(name: str, mean: float, rates: list[float], **more) -> dict:
+def head(name: str, mean: float, rates: list[float], drafts: int = 5000, **more) -> dict:
     steps = 5000
-    accepted = [round(rate * steps) for rate in rates]
+    accepted = [round(rate * drafts) for rate in rates]
     edges = [steps, *accepted, 0]
     return {
         "acceptance_length": length(mean),
@@ -28,7 +28,7 @@ def head(name: str, mean: float, rates: list[float], **more) -> dict:
         "rates": rates,
         "conditional_rates": [rate / before for rate, before in zip(rates, [1.0, *rates], strict=False)],
         "histogram": [edges[i] - edges[i + 1] for i in range(4)],
-        "walk": {"steps": steps, "tokens": steps + sum(accepted), "drafts": steps, "draft_tokens": 3 * steps},
+        "walk": {"steps": steps, "tokens": steps + sum(accepted), "drafts": drafts, "draft_tokens": 3 * drafts, "accepted": accepted},
         "groups": {
             "domain": {"chat": {"mean_acceptance_length": mean + 0.1, "low": mean, "high": mean + 0.2}, "code": {"mean_acceptance_length": mean - 0.1}},
             "position": {label: {"mean_acceptance_length": mean - place / 50} for place, label in enumerate(("0-255", "1024-4095", "16384+", "256-1023"))},
@@ -149,7 +149,7 @@ def complete_run(tmp_path: Path) -> Path:
     run = tmp_path / "complete"
     run.mkdir()
     (run / "run.json").write_text(json.dumps(complete_ledger()))
-    heads = {"ngram": head("ngram", 1.55, [0.31, 0.15, 0.09], live={"mean": 2.047, "drafts": 913, "replay": {"mean": 2.031}}), "untrained": head("untrained", 1.02, [0.015, 0.004, 0.001])}
+    heads = {"ngram": head("ngram", 1.55, [0.31, 0.15, 0.09], drafts=900, live={"mean": 2.047, "drafts": 913, "replay": {"mean": 2.031}}), "untrained": head("untrained", 1.02, [0.015, 0.004, 0.001])}
     (run / "baseline.json").write_text(json.dumps({"draft_tokens": 3, "heads": heads, "best": "ngram"}))
     trained = head("trained", 2.6132, [0.71, 0.52, 0.3832], taps=[2, 5, 7], readings={"2-5-7": 2.6132, "3-6-8": 1.81})
     gains = {"over_ngram": length(1.0632), "over_untrained": length(1.5932)}

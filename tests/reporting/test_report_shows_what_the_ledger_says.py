@@ -109,6 +109,16 @@ def test_what_is_shown_is_the_value_rounded(complete_run):
     assert shown["run.json#/cost/amount"] == f"{complete_ledger()['cost']['amount']:.2f} EUR"
 
 
+def test_positions_are_shares_of_all_steps_and_a_drafter_that_rarely_drafts_is_not_flattered(complete_run):
+    page = page_of(complete_run)
+    shown = {(a["data-source"], a.get("data-per")): text for a, text in page.figures if "data-source" in a}
+    walk = "baseline.json#/heads/ngram/walk"
+    assert shown[f"{walk}/accepted/0", f"{walk}/steps"] == "5.6 %", "279 of 5,000 steps"
+    assert shown["baseline.json#/heads/ngram/rates/0", None] == "31.0 %", "of the 900 steps that drafted, in a row of its own"
+    assert ("evaluation.json#/heads/trained/rates/0", None) not in shown and shown["evaluation.json#/heads/trained/walk/accepted/0", "evaluation.json#/heads/trained/walk/steps"] == "71.0 %"
+    assert "if drafted" in page.text
+
+
 def test_the_verdict_comes_first_and_says_what_the_head_is_worth(complete_run):
     page = page_of(complete_run)
     words = " ".join(page.text.split())
