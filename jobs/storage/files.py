@@ -126,12 +126,39 @@ def held(path: Path, *, what: str, remove: bool = False) -> Iterator[None]:
     The kernel lets go of it when the process ends, however it ends; it is waited for LOCK_WAIT_SECONDS.
     `remove` takes the file away at the end, for folders that should hold nothing but their contents.
     """
+    descriptor = _locked(path, fcntl.LOCK_EX, what)
+    try:
+        yield
+        if remove:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def held_by_others_too(path: Path, *, what: str, first: bool) -> Iterator[None]:
+    """Hold a flock on `path` that a group of processes holds together and nobody beside it.
+
+    first: this process takes it alone, which only succeeds where nobody has it, and then lets the others of its group
+    in, who come after that. Otherwise as `held`.
+    """
+    descriptor = _locked(path, fcntl.LOCK_EX if first else fcntl.LOCK_SH, what)
+    try:
+        if first:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _locked(path: Path, kind: int, what: str) -> int:
+    """A descriptor of `path` with the lock; MustFix where another process keeps it for LOCK_WAIT_SECONDS."""
     deadline = time.monotonic() + LOCK_WAIT_SECONDS
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         while True:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise MustFix(
@@ -142,14 +169,12 @@ def held(path: Path, *, what: str, remove: bool = False) -> Iterator[None]:
                 time.sleep(0.1)
                 continue
             if _is_still(path, descriptor):
-                break
+                return descriptor
             os.close(descriptor)  # its last holder removed it: a lock on a nameless file keeps nobody out
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        yield
-        if remove:
-            path.unlink(missing_ok=True)
-    finally:
+    except BaseException:
         os.close(descriptor)
+        raise
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

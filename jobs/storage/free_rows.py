@@ -1,6 +1,6 @@
 """Rows of the shards that no sample needs, taken first-fit and given back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jobs.storage.extents import Extent
@@ -19,13 +19,13 @@ class FreeRows:
         self._runs = list(runs)
 
     @classmethod
-    def between(cls, live: Iterable[Extent], capacities: Sequence[int]) -> "FreeRows":
-        """What the extents in `live` leave of shards with so many rows."""
+    def between(cls, live: Iterable[Extent], capacities: Mapping[int, int]) -> "FreeRows":
+        """What the extents in `live` leave of these shards (number -> rows)."""
         by_shard: dict[int, list[Extent]] = {}
         for extent in live:
             by_shard.setdefault(extent.shard, []).append(extent)
         free: list[FreeRun] = []
-        for number, capacity in enumerate(capacities):
+        for number, capacity in capacities.items():
             row = 0
             for extent in sorted(by_shard.get(number, []), key=lambda extent: extent.row):
                 if extent.row > row:

@@ -9,9 +9,12 @@ from jobs.storage.responses import RESPONSES, scan_responses
 from jobs.storage.shards import STORE, StateLayout
 
 
-def settle_layout(folder: Path, layout: StateLayout) -> None:
-    """Write the layout into a new store; another one than an existing store has is a MustFix."""
-    for leftover in folder.glob("shard-*.safetensors.partial"):
+def settle_layout(folder: Path, layout: StateLayout, *, clean: bool = True) -> None:
+    """Write the layout into a new store; another one than an existing store has is a MustFix.
+
+    clean: half-made shards are of an earlier run; another writer of a group may be making one.
+    """
+    for leftover in folder.glob("shard-*.safetensors.partial") if clean else ():
         leftover.unlink()
     if not (folder / STORE).exists():
         if (folder / INDEX).exists():

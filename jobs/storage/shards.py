@@ -138,6 +138,11 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
+def shard_numbers(folder: Path) -> list[int]:
+    """Numbers of the shards in a folder; writers that share it leave gaps between them."""
+    return sorted(int(path.name.split(".")[0].removeprefix("shard-")) for path in folder.glob("shard-*.safetensors"))
+
+
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     """FP8 with one fp32 scale a vector: [..., H] -> float8_e4m3fn [..., H], scale [...] = amax / 448.
 

@@ -6,7 +6,7 @@ A folder `states/eval` or `states/train` holds
     shard-00000.safetensors …      the rows (shards.py)
     index.jsonl                    which rows are which positions of which sample (extents.py)
     responses.jsonl                the answers; a line here commits a sample (responses.py)
-    writer.lock, responses.lock    flocks of the two processes that write
+    writer.lock, responses.lock    flocks of the processes that write
 
 A sequence of n tokens has exactly n - 1 rows, positions 0 to n - 2: its last token is never fed back.
 
@@ -19,7 +19,8 @@ The format is final: `tests/storage/golden` holds stores that every later reader
 change needs a new version number and a reader for the old one.
 
 This module is the door; the rooms are the modules named above, reader.py, and writer.py with what it stands on:
-recovery.py (opening what is there), free_rows.py, row_pages.py (rows in memory) and disk_thread.py (writing behind).
+recovery.py (opening what is there), free_rows.py, row_pages.py (rows in memory), disk_thread.py (writing behind) and
+writer_group.py (several processes that write one store).
 """
 
 from jobs.storage.reader import Problem, Sample, StateStore, VerifyReport

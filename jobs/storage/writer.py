@@ -27,7 +27,6 @@ from torch import Tensor
 from jobs.errors import JobError
 from jobs.storage.disk_thread import DiskThread
 from jobs.storage.extents import INDEX, Extent, first_gap, resolve
-from jobs.storage.files import LineLog, held
 from jobs.storage.free_rows import FreeRows, FreeRun
 from jobs.storage.recovery import committed_extents, settle_layout
 from jobs.storage.row_pages import LIMIT_BYTES, RowPages
@@ -43,7 +42,9 @@ from jobs.storage.shards import (
     encode,
     raw,
     shard_name,
+    shard_numbers,
 )
+from jobs.storage.writer_group import Member
 
 # Bytes of long runs that are written behind from the caller's own memory, at most at once.
 UNBUFFERED_BYTES = 1 << 30
@@ -74,15 +75,18 @@ class _Pending:
 
 
 class StateWriter:
-    """Writes one store; one process at a time (flock), any thread of it.
+    """Writes one store; one process at a time (flock), any thread of it, or the processes of one group (writer_group.py).
 
     Opening an existing folder continues it. Another layout, a held lock or a committed sample whose rows
     are gone is a MustFix; so is a full disk at any later call, and the store stays consistent then.
-    memory_bytes: the most that buffered rows take.
+    memory_bytes: the most that buffered rows take. member: which of the writers of a group this is; it knows its own samples only.
     """
 
-    def __init__(self, folder: Path, layout: StateLayout, *, shard_bytes: int = 1 << 30, extent_rows: int = 256, memory_bytes: int = LIMIT_BYTES):
-        self.folder, self.layout, self.extent_rows = Path(folder), layout, max(1, extent_rows)
+    def __init__(
+        self, folder: Path, layout: StateLayout, *, shard_bytes: int = 1 << 30, extent_rows: int = 256, memory_bytes: int = LIMIT_BYTES,
+        member: Member = Member(),
+    ):  # fmt: skip
+        self.folder, self.layout, self.extent_rows, self._member = Path(folder), layout, max(1, extent_rows), member
         self._capacity = layout.capacity(shard_bytes)
         self._lock, self._closed = threading.RLock(), False
         self._written = threading.Condition(self._lock)  # told when memory is free again
@@ -94,9 +98,9 @@ class StateWriter:
         self._shards: dict[int, ShardFile] = {}
         self.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(held(self.folder / "writer.lock", what="this state store"))
-            settle_layout(self.folder, layout)
-            self._index = LineLog(self.folder / INDEX)
+            stack.enter_context(member.hold(self.folder / "writer.lock", what="this state store"))
+            settle_layout(self.folder, layout, clean=member.number == 0)
+            self._index = member.index(self.folder / INDEX)
             stack.callback(self._index.close)
             stack.callback(self._close_shards)
             self._committed, live = committed_extents(self.folder)
@@ -219,10 +223,9 @@ class StateWriter:
     # -- shards ----------------------------------------------------------------------------------------
 
     def _open_shards(self, live: list[Extent]) -> FreeRows:
-        """Open the existing shards; returns their rows that no committed sample needs."""
-        count = len(list(self.folder.glob("shard-*.safetensors")))
-        shards = range(max([count, *(extent.shard + 1 for extent in live)]))
-        return FreeRows.between(live, [self._open_shard(number).capacity for number in shards])
+        """Open the existing shards that are this writer's; returns their rows that no committed sample needs."""
+        numbers = sorted({*shard_numbers(self.folder), *(extent.shard for extent in live)})
+        return FreeRows.between(live, {number: self._open_shard(number).capacity for number in numbers if self._member.owns(number)})
 
     def _open_shard(self, number: int) -> ShardPlan:
         plan = ShardPlan.read(self.folder / shard_name(number), self.layout)
@@ -257,9 +260,7 @@ class StateWriter:
             return sample
         if first_position >= sample.finished_rows or rows == 0:
             return None
-        raise JobError(
-            f"Sample {sample_id} got rows at position {first_position} after its end", where=str(self.folder)
-        )
+        raise JobError(f"Sample {sample_id} got rows at position {first_position} after its end", where=str(self.folder))
 
     def _refuse_committed(self, sample_id: str) -> None:
         if sample_id in self._committed:
@@ -387,7 +388,7 @@ class StateWriter:
         """Up to `rows` rows in one shard, of a new one where the others are full."""
         run = self._free.take(rows, self.extent_rows)
         if run is None:
-            number = len(self._shards)
+            number = self._member.next_shard(max(self._shards, default=-1) + 1)
             create_shard(self.folder, number, self.layout, self._capacity)
             self._free.give_back([FreeRun(number, 0, self._open_shard(number).capacity)])
             run = self._free.take(rows, self.extent_rows)
