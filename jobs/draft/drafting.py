@@ -51,7 +51,7 @@ def draft_chains(
     ids = torch.as_tensor(tokens, dtype=torch.int64, device=weight.device)  # [n]
     rows = ids.numel() - 1
     if tuple(taps.shape) != (rows, 3, config.hidden_size):
-        raise MustFix(f"Taps of shape {tuple(taps.shape)} do not fit {rows} rows of a head of width {config.hidden_size}")
+        raise MustFix(f"Taps of shape {tuple(taps.shape)} do not fit {rows} rows of a head of width {config.hidden_size}", where="draft_chains", remedy="give the three taps that the head reads, one row a token")
     taps = taps.to(weight.device)  # [n-1, 3, H]
     chunk = chunk_rows or _chunk_rows(head, rows)
     keys, values = _first_keys(head, ids, taps, chunk)  # [g, n-1, D] twice

@@ -84,7 +84,7 @@ def save_llama_eagle3(head: Eagle3Head, folder: Path, *, dtype: torch.dtype | No
             remedy="train with norm_before_residual = false, or publish without the sglang form",
         )
     if min(head.config.taps) < 1:
-        raise MustFix(f"SGLang cannot tap the input of layer 0, and this head taps {list(head.config.taps)}", remedy="publish without the sglang form")
+        raise MustFix(f"SGLang cannot tap the input of layer 0, and this head taps {list(head.config.taps)}", where="package.sglang", remedy="publish without the sglang form")
     written = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

@@ -61,7 +61,7 @@ class DraftVocabulary:
         """The maps of ascending, distinct target ids [D]."""
         ids = torch.as_tensor(draft_ids, dtype=torch.int64).cpu()  # [D]
         if ids.numel() == 0 or ids.min() < 0 or ids.max() >= vocab_size or not bool((ids[1:] > ids[:-1]).all()):
-            raise MustFix(f"A draft vocabulary must be distinct ascending ids in 0..{vocab_size - 1}", remedy="build the draft vocabulary again")
+            raise MustFix(f"A draft vocabulary must be distinct ascending ids in 0..{vocab_size - 1}", where="vocab.safetensors", remedy="build the draft vocabulary again")
         t2d = torch.zeros(vocab_size, dtype=torch.bool)  # [V]
         t2d[ids] = True
         return cls(ids - torch.arange(ids.numel()), t2d, coverage)
@@ -155,7 +155,7 @@ def build(counts: Mapping[int, int] | Tensor, size: int | None, forced_ids: Iter
     if len(forced) > size:
         raise MustFix(f"{len(forced)} special ids do not fit a draft vocabulary of {size}", where="vocab.size", remedy="make it larger")
     if not int(dense.sum()):
-        raise MustFix("There is no response token to build the draft vocabulary from", remedy="check that the train split holds finished answers")
+        raise MustFix("There is no response token to build the draft vocabulary from", where="responses.jsonl of the train split", remedy="check that the train split holds finished answers")
     order = torch.argsort(dense, descending=True, stable=True)  # [V], stable: a tie goes to the lower id
     taken = torch.zeros(vocab_size, dtype=torch.bool)  # [V]
     taken[forced] = True

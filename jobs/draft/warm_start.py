@@ -65,7 +65,10 @@ def warm_start(head: Eagle3Head, verifier: VerifierWeights, counts: Mapping[int,
     verifier.check(config.vocab_size, config.hidden_size)
     forced = sorted(set(int(i) for i in forced_ids))
     if len(forced) > config.draft_vocab_size or (forced and not 0 <= forced[0] <= forced[-1] < config.vocab_size):
-        raise MustFix(f"{len(forced)} special ids do not fit a draft vocabulary of {config.draft_vocab_size} of {config.vocab_size}", remedy="take a head with a larger one")
+        raise MustFix(
+            f"{len(forced)} special ids do not fit a draft vocabulary of {config.draft_vocab_size} of {config.vocab_size}", where="heads.warm_start",
+            remedy="take a head with a larger one",
+        )  # fmt: skip
     ids = head.draft_ids.cpu().clone()  # [Vd]
     before = DraftVocabulary(head.d2t.cpu(), head.t2d.cpu(), float("nan"))
     coverage_before = before.coverage_of(counts)
