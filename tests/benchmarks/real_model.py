@@ -1,0 +1,286 @@
+"""A real model through the whole pipeline as a user runs it, its head beside speculators 0.4.0.1's on the same states.
+
+    python tests/benchmarks/real_model.py --verifier smollm2-135m --prompts prompts.jsonl --out runs/real
+
+The verifier is any checkpoint folder that vLLM and a Llama-form head serve; the prompts are JSONL lines with
+`messages`. Every size is an argument, the defaults are for two CPU cores; on a GPU the same script takes
+`--device cuda --dtype bfloat16` and larger numbers. What it does, each part by `eagle3-job run FILE` with a
+settings file that it writes (and that can be run again by hand):
+
+  first        generate, capture, judge untrained and n-gram, train from scratch, replay, live once
+  speculators  speculators trains its own model on the train states of `first`: the same samples, epochs, packed
+               length, draft vocabulary, head shape, peak and shape of the learning rate
+  judge        ours and theirs by replay on the eval states of `first`, paired over the same prompts
+  warm-own     more data, a warm start from our own first head; both first heads stand in its baseline
+  warm-theirs  the same answers again (their states by prefill), a warm start from speculators' head
+
+Every figure is a line of OUT/figures.jsonl. A part that is done is not repeated: the product continues its own runs.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+PARTS = ("first", "speculators", "judge", "warm-own", "warm-theirs")
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.out = options, options.out.absolute()
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.verifier = options.verifier.absolute()
+
+    def say(self, what: str, **figures: Any) -> None:
+        line = json.dumps({"what": what, **{key: short(value) for key, value in figures.items()}})
+        print(line, flush=True)
+        with (self.out / "figures.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+    def process(self, command: list[str], log: Path, environment: dict[str, str] | None = None) -> tuple[str, float, float]:
+        """(its standard output, wall seconds, CPU seconds of it and all it started); an error ends the benchmark."""
+        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        with log.open("a") as errors:
+            path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"PYTHONPATH": path} | (environment or {}))
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}, see {log}: {done.stdout[-600:]}")
+        return done.stdout, time.perf_counter() - began, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    # ------------------------------------------------------------------ what a user writes
+
+    def prompts(self) -> dict[str, Path]:
+        """Three files without a prompt in common: eval, and the train splits of the first run and of those with more data."""
+        options, files = self.options, {name: self.out / f"prompts-{name}.jsonl" for name in ("eval", "first", "more")}
+        rows = [json.loads(line) for line in options.prompts.read_text().splitlines() if line.strip()]
+        random.Random(options.seed).shuffle(rows)
+        sizes = {"eval": options.eval_samples, "first": options.train_samples, "more": options.more_samples}
+        if sum(sizes.values()) > len(rows):
+            raise SystemExit(f"{options.prompts} holds {len(rows)} prompts, {sum(sizes.values())} are needed")
+        begin = 0
+        for name, size in sizes.items():
+            chosen = [{key: value for key, value in row.items() if key != "split"} for row in rows[begin : begin + size]]
+            files[name].write_text("".join(json.dumps(row) + "\n" for row in chosen))
+            begin += size
+        return files
+
+    def settings(self, name: str, **changes: dict[str, Any]) -> Path:
+        """The settings file of one run."""
+        o, files, cuda = self.options, self.prompts(), self.options.device == "cuda"
+        sampling = {"temperature": o.temperature, "top_p": 0.95}
+        values: dict[str, dict[str, Any]] = {
+            "job": {"name": name, "seed": o.seed},
+            "verifier": {
+                "model": str(self.verifier), "dtype": o.dtype, "taps": list(self.taps()), "max_model_len": o.max_prompt_tokens + o.max_new_tokens + 16,
+                "max_num_seqs": o.max_num_seqs, "max_num_batched_tokens": max(2048, o.max_prompt_tokens), "enforce_eager": not cuda,
+                "gpu_memory_utilization": 0.7, **({} if cuda else {"kv_cache_gib": 2.0}),
+            },
+            "prompts": {
+                "source": str(files["first"]), "eval_source": str(files["eval"]), "train_samples": o.train_samples, "eval_samples": o.eval_samples,
+                "thinking_share": 0.0, "max_prompt_tokens": o.max_prompt_tokens, "domains": dict(o.domain),
+                "standard": [{"name": n, "source": str(Path(s).absolute()), "samples": o.standard_samples} for n, s in o.standard],
+            },
+            "generate": {"max_new_tokens": o.max_new_tokens, "thinking": sampling, "instant": sampling},
+            "states": {"shard_mib": 256 if not cuda else 1024},
+            "vocab": {"size": o.vocab, "min_coverage": 0.5},
+            "heads": {"untrained": True, "ngram": True, "warm_start": "none"},
+            "train": {
+                "device": o.device, "epochs": float(o.epochs), "tokens_per_step": o.tokens_per_step, "max_length": o.tokens_per_step,
+                "learning_rate": o.learning_rate, "warm_start_learning_rate": o.warm_learning_rate, "warmup_share": o.warmup_share, "ttt_steps": 3,
+                "compile": cuda, "heads": self.shape()[0], "kv_heads": self.shape()[1], "head_dim": self.shape()[2], "checkpoint_every": 100,
+                "evaluate_every": o.evaluate_every, "keep_best": False, "intermediate_size": self.shape()[3],
+            },
+            "evaluate": {"draft_tokens": 3, "scaling": o.scaling},
+            "package": {"name": f"{self.verifier.name}-eagle3"},
+        }  # fmt: skip
+        for section, keys in changes.items():
+            values[section] |= keys
+        path = self.out / f"{name}.toml"
+        path.write_text("".join(f"[{section}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in keys.items() if value is not None) + "\n" for section, keys in values.items()))
+        return path
+
+    def config(self) -> dict[str, Any]:
+        found = json.loads((self.verifier / "config.json").read_text())
+        return found.get("text_config", found)
+
+    def taps(self) -> tuple[int, int, int]:
+        layers = self.config()["num_hidden_layers"]
+        return 2, layers // 2, layers - 3
+
+    def shape(self) -> tuple[int, int, int, int]:
+        """(heads, KV heads, head_dim, FFN) of both heads: the verifier's, as speculators' recipe takes them."""
+        c = self.config()
+        heads = c["num_attention_heads"]
+        return heads, c.get("num_key_value_heads", heads), c.get("head_dim") or c["hidden_size"] // heads, self.options.intermediate_size or c["intermediate_size"]
+
+    def job(self, settings: Path) -> dict[str, Any]:
+        """`eagle3-job run FILE`; its figures are said and its result returned."""
+        name = settings.stem
+        command = [sys.executable, "-m", "entrypoints.cli", "run", str(settings), "--run-dir", str(self.out / name), "--json"]
+        output, wall, cpu = self.process(command, self.out / f"{name}.log")
+        result = json.loads(output.splitlines()[-1])
+        stages = {stage: round(entry.get("seconds") or 0.0, 1) for stage, entry in result["stages"].items()}
+        self.say(f"{name}.run", wall_seconds=wall, cpu_seconds=cpu, stages=stages, acceptance=result["acceptance"])
+        counts = {stage: entry.get("counts") or {} for stage, entry in result["stages"].items()}
+        self.say(f"{name}.counts", **{stage: counts.get(stage) for stage in ("prompts", "generate.eval", "generate.train", "vocab", "train", "evaluate")})
+        evaluation = json.loads((self.out / name / "evaluation.json").read_text())
+        self.say(f"{name}.gains", **evaluation["gains"])
+        return result
+
+    # ------------------------------------------------------------------ the parts
+
+    def first(self) -> None:
+        o = self.options
+        live = {"concurrencies": o.live, "requests": o.live_requests} if o.live else {}
+        self.job(self.settings("first", evaluate={"live": live} if live else {}))
+        if o.live:
+            found = json.loads((self.out / "first" / "live.json").read_text())
+            for way, entry in found["ways"].items():
+                for concurrency, run in entry["runs"].items():
+                    self.say(
+                        "live", way=way, concurrency=int(concurrency), tokens_per_second=run["output_throughput"], median_itl_ms=run.get("median_itl_ms"),
+                        median_tpot_ms=run.get("median_tpot_ms"), acceptance=run.get("spec_decode_acceptance_length"),
+                    )  # fmt: skip
+            self.say("live.speedup", **found["speedup"], same_answers=found.get("same_answers"))
+
+    def speculators(self) -> None:
+        for name in self.options.speculators:
+            self._speculators(name)
+
+    def _speculators(self, name: str) -> None:
+        o, out = self.options, self.out / f"speculators-{name}"
+        if not (out / "trained.json").exists():
+            command = [
+                sys.executable, str(Path(__file__).with_name("real_model_speculators.py")), str(self.out / "first"), str(self.verifier), str(out),
+                "--taps", *map(str, self.taps()), "--epochs", str(o.epochs), "--tokens-per-step", str(o.tokens_per_step),
+                "--learning-rate", str(o.speculators_learning_rate or o.learning_rate), "--warmup-share", str(o.warmup_share),
+                "--device", o.device, "--seed", str(o.seed), *(["--intermediate-size", str(o.intermediate_size)] if o.intermediate_size else []),
+                *(["--true-tokens"] if name == "true-tokens" else []),
+            ]  # fmt: skip
+            # Its attention is compiled; where there is no GPU it runs uncompiled.
+            self.process(command, self.out / f"speculators-{name}.log", {} if o.device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"})
+        self.say(f"speculators.{name}", **json.loads((out / "trained.json").read_text()))
+
+    def theirs(self, name: str) -> Path:
+        return self.out / f"speculators-{name}" / "checkpoints" / str(self.options.epochs - 1)
+
+    def judge(self) -> None:
+        """Both first heads in one pass over the eval states of `first`."""
+        import torch
+
+        from jobs.draft.formats import load_head
+        from jobs.draft.replay import Candidate, judge_heads
+        from jobs.draft.statistics import mean_interval, paired_gain_interval
+        from jobs.draft.weights import VerifierWeights
+        from jobs.stages.judging import own_ids
+        from jobs.storage.files import write_json_atomically
+        from jobs.storage.states import StateStore
+
+        verifier, run = VerifierWeights.read(self.verifier), self.out / "first"
+        store = StateStore(run / "states" / "eval")
+        folders = {"ours": run / "trained", **{f"speculators-{name}": self.theirs(name) for name in self.options.speculators}}
+        heads = {name: load_head(folder, verifier=verifier, default_taps=self.taps()).to(torch.device(self.options.device)) for name, folder in folders.items()}
+        began = time.perf_counter()
+        judged = judge_heads({name: Candidate(head, self.taps()) for name, head in heads.items()}, store, own_ids(store), 3)
+        seconds, tokens = time.perf_counter() - began, judged["ours"].walk.tokens
+        live = run / "live.json"
+        decoding = json.loads(live.read_text())["ways"]["none"]["runs"] if live.exists() else {}
+        self.say(
+            "judge.time", seconds=seconds, heads=len(heads), positions_per_second=len(heads) * judged["ours"].every.steps / seconds, tokens=tokens,
+            # What the same answers would take to decode, over what judging one head takes.
+            times_faster_than_live={c: tokens / entry["output_throughput"] * len(heads) / seconds for c, entry in decoding.items()},
+        )  # fmt: skip
+        for name, judgement in judged.items():
+            write_json_atomically(self.out / f"judged-{name}.json", judgement.as_dict())
+            self.say(f"judge.{name}", **mean_interval(judgement)._asdict(), rates=[round(r, 4) for r in judgement.walk.rates], steps=judgement.walk.steps)
+        for name in list(judged)[1:]:
+            self.say(f"judge.ours_over_{name}", **paired_gain_interval(judged["ours"], judged[name])._asdict())
+
+    def _warm(self, name: str, start: str, **generate: Any) -> None:
+        theirs = self.options.speculators[0]
+        candidates = [{"name": "ours", "model": str(self.out / "first" / "head")}, {"name": "speculators", "model": str(self.theirs(theirs))}]
+        o = self.options
+        path = self.settings(
+            name, heads={"candidates": candidates, "untrained": False, "warm_start": start}, generate=generate,
+            prompts={"source": str(self.out / "prompts-more.jsonl"), "train_samples": o.more_samples}, evaluate={"scaling": []},
+        )  # fmt: skip
+        self.job(path)
+
+    def warm_own(self) -> None:
+        self._warm("warm-own", "ours")
+
+    def warm_theirs(self) -> None:
+        self._warm("warm-theirs", "speculators", responses=str(self.out / "warm-own" / "states"))
+
+
+def short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: short(inner) for key, inner in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def toml(value: Any) -> str:
+    """A value in TOML's notation; a table is written inline."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {toml(inner)}" for key, inner in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value)
+
+
+def pair(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verifier", type=Path, required=True, help="checkpoint folder")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with messages")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--train-samples", type=int, default=600)
+    parser.add_argument("--more-samples", type=int, default=300, help="other prompts, for the warm starts")
+    parser.add_argument("--eval-samples", type=int, default=120)
+    parser.add_argument("--max-prompt-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--intermediate-size", type=int, help="FFN of both heads; the verifier's if left out")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--tokens-per-step", type=int, default=1024)
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak, of ours and of theirs")
+    parser.add_argument("--speculators-learning-rate", type=float, help="another peak for theirs")
+    parser.add_argument("--warm-learning-rate", type=float, default=3e-4)
+    parser.add_argument("--warmup-share", type=float, default=0.03)
+    parser.add_argument("--evaluate-every", type=int, help="optimizer steps between replays in training")
+    parser.add_argument("--speculators", nargs="+", choices=("true-tokens", "own-tokens"), default=["true-tokens", "own-tokens"],
+                        help="what its TTT steps are fed: the verifier's tokens (its --use-off-policy-tokens) or the draft's own (its default)")  # fmt: skip
+    parser.add_argument("--scaling", type=float, nargs="*", default=[])
+    parser.add_argument("--live", type=int, nargs="*", default=[1, 4], help="concurrencies; none measures nothing live")
+    parser.add_argument("--live-requests", type=int, default=16)
+    parser.add_argument("--domain", type=pair, nargs="*", default=[], metavar="SOURCE=DOMAIN")
+    parser.add_argument("--standard", type=pair, nargs="*", default=[], metavar="NAME=FILE", help="standard prompts from files")
+    parser.add_argument("--standard-samples", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=17)
+    bench = Bench(parser.parse_args())
+    bench.say("what", options={key: str(value) if isinstance(value, Path) else value for key, value in vars(bench.options).items()}, cores=os.cpu_count())
+    for part in bench.options.parts:
+        getattr(bench, part.replace("-", "_"))()
+
+
+if __name__ == "__main__":
+    main()
