@@ -26,7 +26,7 @@ from jobs.errors import Interrupted
 from jobs.settings import PushSettings
 from jobs.storage.local_files import LocalFiles, Reading
 from jobs.storage.manifest import FileEntry, UploadState
-from jobs.storage.s3_client import ABSENT, error_code, http_status
+from jobs.storage.s3_client import ABSENT, Body, error_code, http_status
 
 MIB = 1 << 20
 LARGEST_PART_NUMBER = 10_000
@@ -40,8 +40,8 @@ Parts = dict[int, dict[str, Any]]  # number -> what the completion says of it: E
 class MultipartUploads:
     """The multipart uploads of one destination; its threads and buffers serve all files together."""
 
-    def __init__(self, client: Any, bucket: str, settings: PushSettings, uri: str):
-        self.client, self.bucket, self.settings, self.uri = client, bucket, settings, uri
+    def __init__(self, client: Any, sending: Any, bucket: str, settings: PushSettings, uri: str):
+        self.client, self.sending, self.bucket, self.settings, self.uri = client, sending, bucket, settings, uri
         self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="upload")
         # The one used last comes first: it is still in the cache, and most are never needed on a slow link.
         self._buffers: queue.LifoQueue[bytearray] = queue.LifoQueue()
@@ -136,8 +136,8 @@ class MultipartUploads:
             try:
                 if failed.is_set() or should_stop():
                     raise Interrupted("The upload was stopped", where=self.uri, remedy="run the same command to go on")
-                answer = self.client.upload_part(
-                    Bucket=self.bucket, Key=key, UploadId=upload_id, PartNumber=number, Body=data, **integrity(data, self.settings)
+                answer = self.sending.upload_part(
+                    Bucket=self.bucket, Key=key, UploadId=upload_id, PartNumber=number, Body=Body(data), **integrity(data, self.settings)
                 )
                 parts[number] = _said(answer)
                 sent(len(data))  # here, so that a stop for what was sent is seen before this thread's next part
@@ -171,7 +171,7 @@ class MultipartUploads:
             raise error
 
     def _filled(self, reading: Reading, size: int) -> bytearray:
-        """The next bytes, in a buffer that `send` gives back. Not `bytes`, which botocore copies behind the headers."""
+        """The next bytes, in a buffer that `send` gives back."""
         buffer = self._buffers.get()
         try:
             if len(buffer) != size:

@@ -25,7 +25,7 @@ from jobs.settings import PushSettings
 from jobs.storage.local_files import LocalFiles
 from jobs.storage.manifest import FileEntry, UploadState
 from jobs.storage.multipart import MultipartUploads, integrity
-from jobs.storage.s3_client import ABSENT, NO_ANSWER, NO_PERMISSION, client_for, error_code, explained
+from jobs.storage.s3_client import ABSENT, NO_ANSWER, NO_PERMISSION, Body, clients_for, error_code, explained
 
 _BLOCK = 1 << 18  # bytes: read, written and hashed while they are in a core's cache
 
@@ -38,8 +38,8 @@ class S3Destination:
     def __init__(self, uri: str, bucket: str, prefix: str, settings: PushSettings):
         self.uri, self.bucket, self.settings = uri, bucket, settings
         self.prefix = prefix.strip("/")
-        self.client = client_for(settings, uri)
-        self._multipart = MultipartUploads(self.client, bucket, settings, uri)
+        self.client, self._sending = clients_for(settings, uri)
+        self._multipart = MultipartUploads(self.client, self._sending, bucket, settings, uri)
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
@@ -147,10 +147,10 @@ class S3Destination:
         return True
 
     def _put(self, name: str, data: bytes, sha256: str, **extra: str) -> None:
-        self.client.put_object(
+        self._sending.put_object(
             Bucket=self.bucket,
             Key=self.key(name),
-            Body=data,
+            Body=Body(data),
             Metadata={"sha256": sha256},
             **integrity(data, self.settings),
             **extra,

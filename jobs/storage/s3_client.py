@@ -1,8 +1,13 @@
-"""The boto3 client, and its errors in one sentence each.
+"""The boto3 clients, and their errors in one sentence each.
 
 Decision: what a server says decides between "you must fix this" (78: no such bucket, wrong credentials,
 no permission, wrong region, a malformed address) and "try again" (75: no answer, a server error,
 throttling, bytes damaged on the way); botocore has by then tried ATTEMPTS times itself.
+
+Two clients, because the limit for connecting is also the limit for sending: Python counts the whole of one
+`sendall`, so a part of 64 MiB was broken off after 5 seconds on a new connection and sent again, four times, on any
+link that shares 1 Gbps among 16 threads. `sending` therefore waits longer, and a `Body` goes out in pieces, each of
+which may take so long.
 """
 
 import os
@@ -27,6 +32,7 @@ from jobs.errors import JobError, MustFix, TryAgain
 from jobs.settings import PushSettings
 
 CONNECT_SECONDS, READ_SECONDS, ATTEMPTS = 5, 60, 4  # a dead endpoint is known after a few seconds
+SEND_SECONDS, PIECE = 60, 1 << 20  # for so many bytes of a body; a server may hold a part back for a while (rclone does)
 
 # Besides ClientError, an answer that says no: what boto3 and the connection below it raise.
 NO_ANSWER = (BotoCoreError, HTTPError, OSError)
@@ -97,10 +103,55 @@ def explained(error: Exception, uri: str) -> JobError:
     return MustFix(text, where=uri, remedy="check push.uri and the endpoint's log")
 
 
-def client_for(settings: PushSettings, uri: str) -> Any:
-    """A boto3 client that gives up on a dead endpoint after a few seconds."""
-    config = Config(
-        connect_timeout=CONNECT_SECONDS,
+class Body:
+    """The bytes of a request, handed to the socket in pieces of at most PIECE without being copied.
+
+    A file to botocore, which may rewind it to send it again.
+    """
+
+    def __init__(self, data: bytes | bytearray):
+        self._view, self._position = memoryview(data), 0
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self)}[whence]
+        return self._position
+
+    def read(self, size: int | None = None) -> memoryview:
+        """The next piece, whatever `size` (http.client asks for 16 KiB): one of 1 MiB costs a sixtieth of the calls."""
+        piece = self._view[self._position : self._position + PIECE]
+        self._position += len(piece)
+        return piece
+
+
+def clients_for(settings: PushSettings, uri: str) -> tuple[Any, Any]:
+    """(for questions, for sending bodies): the first gives up on a dead endpoint after a few seconds."""
+    region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if region is None and settings.endpoint_url:
+        region = "us-east-1"  # what servers without regions sign with
+    try:
+        session = boto3.session.Session()
+        if session.get_credentials() is None:
+            raise NoCredentialsError()
+        asking, sending = (
+            session.client("s3", endpoint_url=settings.endpoint_url, region_name=region, config=_config(settings, seconds))
+            for seconds in (CONNECT_SECONDS, SEND_SECONDS)
+        )
+    except (BotoCoreError, ValueError) as error:
+        raise explained(error, uri) from None
+    # Every file as body is announced with `Expect: 100-continue`: a round trip a part, a second where a server is silent.
+    sending.meta.events.register_last("before-call.s3", lambda params, **_: params["headers"].pop("Expect", None) and None)
+    return asking, sending
+
+
+def _config(settings: PushSettings, connect_seconds: float) -> Config:
+    return Config(
+        connect_timeout=connect_seconds,
         read_timeout=READ_SECONDS,
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
         max_pool_connections=settings.threads + 4,
@@ -112,13 +163,3 @@ def client_for(settings: PushSettings, uri: str) -> Any:
             "payload_signing_enabled": False,  # over plain http a second hash: Content-MD5 or a CRC is signed already
         },
     )
-    region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if region is None and settings.endpoint_url:
-        region = "us-east-1"  # what servers without regions sign with
-    try:
-        session = boto3.session.Session()
-        if session.get_credentials() is None:
-            raise NoCredentialsError()
-        return session.client("s3", endpoint_url=settings.endpoint_url, region_name=region, config=config)
-    except (BotoCoreError, ValueError) as error:
-        raise explained(error, uri) from None

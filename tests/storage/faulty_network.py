@@ -1,8 +1,9 @@
-"""A TCP relay before a real server that breaks connections off or changes bytes on their way to it."""
+"""A TCP relay before a real server: breaks connections off, changes bytes on their way to it, or is slow."""
 
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ class FaultyNetwork:
     break_after: int | None = None  # bytes of an answer after which its connection is closed ...
     breaks_left: int = 0  # ... for so many connections
     swap: tuple[bytes, bytes] | None = None  # in requests, the first for the second
+    requests_per_second: int | None = None  # bytes of each connection's requests
     broken: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -41,6 +43,8 @@ class FaultyNetwork:
             end.close()
 
     def _request(self, data: bytes) -> bytes:
+        if self.requests_per_second:
+            time.sleep(len(data) / self.requests_per_second)
         return data.replace(*self.swap) if self.swap else data
 
     def _answer(self):
@@ -63,6 +67,8 @@ class FaultyNetwork:
 def faulty_network(endpoint_url: str, **faults) -> Iterator[FaultyNetwork]:
     parts = urlsplit(endpoint_url)
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        if "requests_per_second" in faults:  # or the kernel takes a whole part at once
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         network = FaultyNetwork((parts.hostname, parts.port), f"http://127.0.0.1:{listener.getsockname()[1]}", **faults)
         threading.Thread(target=network.serve, args=(listener,), daemon=True).start()
         yield network

@@ -64,19 +64,19 @@ def killed_at(bytes_done: int, work: Callable[[Callable[[int, int], None]], obje
 def sent_bodies_counted(ledger: Path) -> Iterator[None]:
     """A line in the file `ledger` with the bytes of every part that a client begins to send, retries too; what a
     killed process began is counted."""
-    client_for = s3.client_for
+    clients_for = s3.clients_for
 
     def counting(*arguments):
-        client = client_for(*arguments)
+        asking, sending = clients_for(*arguments)
 
         def begun(request, **_):
             with open(ledger, "ab", buffering=0) as file:
                 file.write(b"%d\n" % int(request.headers["Content-Length"]))
 
-        client.meta.events.register("before-send.s3.UploadPart", begun)
-        return client
+        sending.meta.events.register("before-send.s3.UploadPart", begun)
+        return asking, sending
 
-    with mock.patch.object(s3, "client_for", counting):
+    with mock.patch.object(s3, "clients_for", counting):
         yield
 
 

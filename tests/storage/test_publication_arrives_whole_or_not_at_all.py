@@ -10,6 +10,8 @@ from faulty_network import faulty_network
 from publications import MIB, MODEL_BYTES, bodies_sent, contents, killed_at, make_head, sent_bodies_counted
 
 from jobs.errors import Interrupted, MustFix, TryAgain
+from jobs.settings import PushSettings
+from jobs.storage import s3_client
 from jobs.storage.bucket import destination, publish, pull
 from jobs.storage.local_files import LocalFiles
 from jobs.storage.multipart import integrity
@@ -152,6 +154,31 @@ def test_a_broken_connection_is_picked_up_within_one_call(bucket, server, settin
         pull(uri, tmp_path / "back", settings.model_copy(update={"endpoint_url": network.endpoint_url}))
         assert network.broken == 3
     assert contents(tmp_path / "back") == contents(head)
+
+
+def test_a_slow_link_breaks_no_part_off(moto, monkeypatch, tmp_path):
+    """A part that takes far longer than connecting may is sent once."""
+    monkeypatch.setattr(s3_client, "CONNECT_SECONDS", 0.5)
+    for name, value in moto.environment.items():
+        monkeypatch.setenv(name, value)
+    moto.make_bucket("slow")
+    head, begun = make_head(tmp_path / "head", 1), tmp_path / "begun"
+    with faulty_network(moto.endpoint_url, requests_per_second=MIB) as network, sent_bodies_counted(begun):
+        settings = PushSettings(endpoint_url=network.endpoint_url, path_style=True, part_mib=5, threads=4)
+        publish(head, "s3://slow/head", settings, state=None)
+    assert bodies_sent(begun) == MODEL_BYTES
+    pull("s3://slow/head", tmp_path / "back", PushSettings(endpoint_url=moto.endpoint_url, path_style=True))
+    assert contents(tmp_path / "back") == contents(head)
+
+
+def test_a_body_goes_out_in_pieces_each_with_its_own_limit():
+    """Python's limit is for the whole of one sendall: a part in one piece would have to fit into it on any link."""
+    data = os.urandom(5 * MIB // 2)
+    body = s3_client.Body(data)
+    for _ in range(2):  # botocore rewinds what it sends again
+        pieces = list(iter(lambda: bytes(body.read(16384)), b""))
+        assert b"".join(pieces) == data and [len(piece) for piece in pieces] == [MIB, MIB, MIB // 2]
+        assert (len(body), body.tell(), body.seek(0)) == (len(data), len(data), 0)
 
 
 def test_a_damaged_part_of_an_earlier_download_is_fetched_again(place, tmp_path):
