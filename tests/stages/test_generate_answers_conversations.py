@@ -99,6 +99,19 @@ def test_answers_depend_on_seed_and_id_alone(engine, tmp_path):
     assert responses(first) != responses(other)
 
 
+def test_the_engine_is_full_until_nothing_is_left_to_give_it(engine, tmp_path, monkeypatch):
+    """Every step decodes as many requests as there are places, as long as one more could have been given."""
+    places, rows = SMALL["verifier"]["max_num_seqs"], [prompt(i, QUESTIONS[i], *(["More?"] if i % 4 == 0 else [])) for i in range(40)]
+    given, seen = [], []
+    add, step = engine._add, engine._step
+    monkeypatch.setattr(engine, "_add", lambda request: (given.append(request.id), add(request))[1])
+    monkeypatch.setattr(engine, "_step", lambda: (seen.append((len(given), len(engine._running))), step())[1])
+    counts = run(prepare(tmp_path / "run", rows), "eval", engine)
+    assert len(given) == counts["turns"] == 50
+    before_the_last = [running for so_far, running in seen if so_far < 50]
+    assert len(before_the_last) > 20 and min(before_the_last) >= places
+
+
 def test_a_token_budget_takes_a_prefix_in_seeded_order(engine, tmp_path):
     rows = [prompt(i, QUESTIONS[i], *(["More?"] if i % 3 == 0 else []), split="train") for i in range(20)]
     everything = prepare(tmp_path / "all", rows)

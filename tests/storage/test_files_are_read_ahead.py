@@ -70,6 +70,19 @@ def test_the_process_reads_and_says_what_it_read(files):
     assert 0 < room() <= int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) << 10
 
 
+def test_what_vllm_calls_multi_threaded_loading_reads_nothing(tmp_path):
+    """Why the read-ahead is there: each of those threads calls `load_file`, which maps the file and leaves it on the disk."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    file = tmp_path / "model.safetensors"
+    save_file({f"tensor{n}": torch.zeros(32 * MIB, dtype=torch.uint8) for n in range(4)}, file)
+    cold(file)
+    tensors = load_file(file, device="cpu")
+    assert resident(file) < 0.5
+    assert sum(int(tensor.sum()) for tensor in tensors.values()) == 0 and resident(file) > 0.99
+
+
 def endless(folder: Path) -> Path:
     """A sparse file of 2 TiB, which nobody reads to the end."""
     file = folder / "endless"
