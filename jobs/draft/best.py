@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from jobs.draft.checkpoint import PARTIAL
-from jobs.storage.files import disk_full_named, fsync_file, fsync_folder, write_json_atomically
+from jobs.draft.snapshot import write_tensors
+from jobs.storage.files import disk_full_named, fsync_folder, write_json_atomically
 
 FOLDER = "best"
 
@@ -45,8 +46,7 @@ def write(folder: Path, weights: Mapping[str, Tensor], step: int, acceptance: fl
     with disk_full_named(folder):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file(dict(weights), partial / "weights.safetensors")
-        fsync_file(partial / "weights.safetensors")
+        write_tensors(partial / "weights.safetensors", weights)
         write_json_atomically(partial / "best.json", {"step": step, "acceptance": acceptance})
         fsync_folder(partial)
         if final.exists():

@@ -6,8 +6,8 @@ and `checkpoint.json`, written last, with step, data cursor, counters, the setti
 result, and size and xxh3 of every other file.
 
 Decisions:
-* Written on another thread from a copy on the host, so training stands still for the copy only. At
-  most one is on its way; an error of the write is raised at the next save.
+* Written on another thread from a copy (`jobs.draft.snapshot`), so training stands still for the copy
+  only. At most one is on its way; an error of the write is raised at the next save.
 * Everything goes to `step-000123.partial`, is fsynced, then renamed. On opening, partial folders are
   removed and a folder whose files do not match their checksums is passed over for the one before it,
   both with a note: a machine taken away in the middle of a write must not cost the run.
@@ -26,14 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from jobs.draft.model import Eagle3Head
 from jobs.draft.packing import Piece
+from jobs.draft.snapshot import write_tensors
 from jobs.errors import MustFix
 from jobs.settings import TrainSettings
-from jobs.storage.files import disk_full_named, fsync_file, fsync_folder, write_json_atomically
+from jobs.storage.files import disk_full_named, fsync_folder, write_json_atomically
 from jobs.storage.states import StateLayout
 
 VERSION = 1
@@ -137,9 +138,8 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapp
         files = {}
         for part in PARTS:
             file = partial / f"{part}.safetensors"
-            save_file(dict(tensors[part]), file)
-            fsync_file(file)
-            files[file.name] = {"bytes": file.stat().st_size, "xxh3": _checksum(file)}
+            checksum = write_tensors(file, tensors[part])
+            files[file.name] = {"bytes": file.stat().st_size, "xxh3": checksum}
         write_json_atomically(partial / "checkpoint.json", {"version": VERSION, **state, "files": files})
         fsync_folder(partial)
         if final.exists():  # passed over on opening, or the same step saved again
@@ -156,34 +156,33 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapp
 
 
 class CheckpointWriter:
-    """Writes checkpoints behind the training loop's back, one at a time."""
+    """Writes behind the training loop's back, one thing after the other, of each kind at most one at a time."""
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._running: Future[Path] | None = None
+        self._running: dict[Callable, Future] = {}  # by what writes
 
     def save(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Takes host copies nobody changes any more and returns; waits for the one before."""
+        """Takes copies nobody changes any more and returns; waits for the checkpoint before."""
         self.submit(write, self.folder, tensors, state, self.keep)
 
     def submit(self, write: Callable, *arguments: Any) -> None:
-        """Anything else that is written behind the loop's back, in its turn."""
-        self.wait()
-        self._running = self._pool.submit(write, *arguments)
+        """Anything that is written, in its turn; raises what an earlier write has raised."""
+        for earlier, running in list(self._running.items()):
+            if earlier is write or running.done():
+                del self._running[earlier]
+                running.result()
+        self._running[write] = self._pool.submit(write, *arguments)
 
-    def wait(self) -> Path | None:
-        """Until the last one is on disk; raises what its write raised."""
-        running, self._running = self._running, None
-        return running.result() if running else None
+    def wait(self) -> None:
+        """Until everything is on disk; raises what a write raised."""
+        while self._running:
+            _, running = self._running.popitem()
+            running.result()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
-
-
-def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that training does not write into."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
 def identity(settings: TrainSettings, seed: int, warm: bool, pieces: Sequence[Piece], layout: StateLayout, head: Eagle3Head) -> dict[str, Any]:

@@ -143,6 +143,15 @@ class Plan:
         for step in range(first_step, self.steps):
             yield from self.rank_rows(step, rank, world)
 
+    def refuse_idle(self, world: int) -> None:
+        """MustFix where there are fewer packed rows in all than ranks."""
+        if world > self._starts[-1]:
+            raise MustFix(
+                f"{world} ranks cannot share {self._starts[-1]} packed rows, which are all that there are",
+                where="train.processes",
+                remedy=f"start {self._starts[-1]} or fewer, lower train.tokens_per_step, or generate more samples",
+            )
+
     @cached_property
     def padding_share(self) -> float:
         """Padding of the first epoch as a share of its rows."""

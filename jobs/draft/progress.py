@@ -27,6 +27,7 @@ class Window:
         self.began = time.perf_counter()
         self.used = self.rows = self.steps = self.bytes = 0
         self.waited = self.flop = 0.0
+        self.stood = 0.0  # seconds that training stood still for a checkpoint
 
     def add(self, sums: Tensor, used: int, rows: int, flop: float, waited: float, read: int) -> None:
         """One optimizer step: `Unrolled` as `[4, k]`, rows without and with padding and arithmetic of
@@ -54,6 +55,7 @@ class Window:
             "mfu": self.flop / seconds / world / flops if flops else None,
             "memory_gib": _memory(self.sums.device) / 2**30,
             "data_wait": self.waited / seconds,
+            "checkpoint_wait": self.stood / seconds,
             "read_bytes_per_second": self.bytes / seconds,
             "padding": 1 - self.used / self.rows if self.rows else None,
         }

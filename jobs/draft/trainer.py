@@ -3,7 +3,8 @@
 Decisions:
 * The result depends on settings, seed and sample ids, not on the number of processes: packed rows
   go round-robin to the ranks, losses are SUMMED in the backward pass, and gradients divided by the
-  global number of loss positions afterwards, together with the clipping, in one pass.
+  global number of loss positions afterwards, together with the clipping, in one pass. Each rank
+  updates its share of the weights (`jobs.draft.shares`).
 * Weights, gradients, moments and norms are fp32; matmuls are bf16 on CUDA (autocast), fp32 on CPU.
 * Nothing waits for the GPU: clipping and the decision to leave a step out happen on the device
   (`jobs.draft.update`), and the host hears of a step while the next one runs.
@@ -17,55 +18,30 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jobs.draft import best, checkpoint
+from jobs.draft import best, checkpoint, snapshot
 from jobs.draft.arithmetic import flop_of_a_token, matmul_rate
 from jobs.draft.attention import Documents
 from jobs.draft.coverage import Coverage
 from jobs.draft.data import PackedRow, ReadAhead
 from jobs.draft.evidence import Found
-from jobs.draft.loss import TargetHead, Unroll
+from jobs.draft.loss import TargetHead, Unroll, compiled, step_weights
 from jobs.draft.model import Eagle3Head, VerifierWeights
 from jobs.draft.packing import Plan
 from jobs.draft.progress import Reporter, Window
 from jobs.draft.ranks import HostCopy, Ranks, joined, threads
 from jobs.draft.team import together
 from jobs.draft.update import REASONS, SPIKE, Update, learning_rate
-from jobs.draft.work import Work, prepared
+from jobs.draft.work import TrainResult, Work, prepared
 from jobs.errors import Interrupted, MustFix
 from jobs.settings import TrainSettings
 from jobs.storage.states import StateStore
-
-
-@dataclass
-class TrainResult:
-    """What became of a training; `tokens` are trained rows without padding, over all ranks and runs."""
-
-    steps: int
-    tokens: int
-    processes: int
-    bad_steps: int
-    seconds: float  # of this process; less than the whole after a resume
-    resumed_from: int | None
-    loss: float | None  # of the last log window
-    pieces: int
-    split_samples: int
-    dropped_pieces: int
-    dropped_rows: int
-    padding: float
-    checkpoint: str
-    best_step: int | None  # whose weights the head ends with; None: there was no evaluation
-    best_acceptance: float | None
-    stopped_early: bool
-
-    def counts(self) -> dict[str, Any]:
-        """For the ledger."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -74,7 +50,7 @@ class StepFacts:
 
     step: int
     samples: tuple[str, ...]  # of this rank
-    outcome: HostCopy  # fp64: loss sum, loss positions, gradient norm, reason to leave it out, usual loss, ranks asked to stop, plateau
+    outcome: HostCopy  # fp64: loss sum, loss positions, gradient norm, reason to leave it out, usual loss, ranks asked to stop
 
 
 def train(
@@ -100,7 +76,7 @@ def train(
     kill, lines of steps since the last checkpoint are reported again.
 
     MustFix: states, head and verifier that do not belong together; no token to train on; more ranks
-    than packed rows a step; a changed setting on resume; too many steps that are not finite.
+    than packed rows a step or in all; a changed setting on resume; too many steps that are not finite.
     """
     verifier.check(head.config.vocab_size, head.config.hidden_size)
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,6 +97,7 @@ def train_on(
 ) -> TrainResult:  # fmt: skip
     """One rank's part of a training, after the ranks have found each other (`train`, `team.train_along`)."""
     settings, folder = work.settings, work.folder
+    plan.refuse_idle(ranks.world)
     reporter = Reporter(report, folder / "tensorboard" if ranks.first else None)
     if ranks.first:
         checkpoint.clean(folder, reporter.note)
@@ -157,24 +134,22 @@ class _Run:
         dtype = torch.bfloat16 if self.cuda else torch.float32
         targets = TargetHead(verifier.lm_head, head.draft_ids.cpu(), dtype).to(ranks.device)
         unroll = Unroll(head, targets, settings.loss, every_row=self.compiled)
-        if self.compiled:
-            _recompute_what_is_cheap()
-        # Static shapes and one graph: a step that would leave the compiled path is an error, not a slow step.
-        self.unroll = torch.compile(unroll, fullgraph=True, dynamic=False) if self.compiled else unroll
+        self.unroll = compiled(unroll) if self.compiled else unroll
         frozen = (self.head.embed_tokens.weight, targets.sliced, *([] if targets.others is None else [targets.others]))
         ranks.agree(tensor.data for tensor in (*self.trained.values(), *frozen))
         self.targets = targets
         self.coverage = None
         if settings.loss == "forward_kl" and targets.others is not None:
             self.coverage = Coverage(store.lengths(sorted({p.sample_id for p in plan.cut.pieces})), head.t2d.cpu())
-        self.update = Update(self.trained, settings, ranks.device)
+        self.update = Update(self.trained, settings, ranks)
         self.writer = checkpoint.CheckpointWriter(folder, settings.keep_checkpoints)
         self.step = self.tokens = self.bad_steps = 0
         self.last_loss: float | None = None
         self.pending: StepFacts | None = None
-        self.stopping = self.finished = self.plateau = False
+        self.stopping = self.finished = False
         self.best = best.Best()
         self.grad_norm = math.nan  # of the last step the host has heard of
+        self.stood = 0.0  # seconds that training stood still for checkpoints
         self.flops: float | None = None  # of this device, measured when the loop begins
         self.began = time.perf_counter()
 
@@ -201,13 +176,12 @@ class _Run:
                 if self.step % settings.log_every == 0 or last:
                     self._log(window)
                     window = self._window()
-                if self.step % settings.checkpoint_every == 0 or last:
-                    self.save()
                 if evaluate and (last or (settings.evaluate_every and self.step % settings.evaluate_every == 0)):
                     self._evaluate(evaluate)
                     window = self._window()
-                if self.finished and not last:
-                    self.save()
+                # After the evaluation: a run that continues from here must know what it found.
+                if self.step % settings.checkpoint_every == 0 or last or self.finished:
+                    window.stood += self.save()
         self.writer.wait()
 
     def optimizer_step(self, ahead: ReadAhead, window: Window, asked_to_stop: bool = False) -> StepFacts:
@@ -215,18 +189,18 @@ class _Run:
         settings = self.settings
         short = self.step < settings.single_step_share * self.plan.steps
         ttt_steps = 1 if short else settings.ttt_steps
-        decay = _decay(settings.ttt_decay, ttt_steps, self.ranks.device)  # [K]
+        decay = step_weights(settings.ttt_decay, ttt_steps, self.ranks.device)  # [K]
         micro_rows = -(-settings.accumulate // self.ranks.world)
         waited, read = ahead.waited, ahead.bytes
-        shared = torch.zeros(4 * ttt_steps + 2, dtype=torch.float64, device=self.ranks.device)
-        sums = shared[:-2].view(4, ttt_steps)
-        shared[-2], shared[-1] = float(asked_to_stop), float(self.plateau)
+        shared = torch.zeros(4 * ttt_steps + 1, dtype=torch.float64, device=self.ranks.device)
+        sums = shared[:-1].view(4, ttt_steps)
+        shared[-1] = float(asked_to_stop)
         samples: list[str] = []
         for _ in range(micro_rows):
             row, documents = ahead.next()
             samples += row.sample_ids
             sums += self._backward(row, documents, ttt_steps, decay)
-        self.ranks.exchange([shared, *(p.grad for p in self.trained.values())])
+        self.ranks.sum(shared)
         loss, count = (decay.double() * sums[0]).sum(), (decay.double() * sums[1]).sum()
         rate = learning_rate(self.step, self.plan.steps, settings, self.warm)
         norm, reason = self.update.step(loss, count, rate)
@@ -235,7 +209,7 @@ class _Run:
         rows = self.plan.rows * len(self.plan.step_rows(self.step))
         flop = used * flop_of_a_token(self.head.config, ttt_steps)
         window.add(sums.where(reason == 0, 0.0), used, rows, flop, ahead.waited - waited, ahead.bytes - read)
-        outcome = torch.stack((loss, count, norm, reason, self.update.usual, shared[-2], shared[-1]))
+        outcome = torch.stack((loss, count, norm, reason, self.update.usual, shared[-1]))
         return StepFacts(self.step, tuple(samples), HostCopy(outcome))
 
     def _backward(self, row: PackedRow, documents: Documents, ttt_steps: int, decay: Tensor) -> Tensor:
@@ -255,9 +229,9 @@ class _Run:
         facts, self.pending = self.pending, None
         if facts is None:
             return
-        loss, count, norm, reason, usual, stopping, plateau = facts.outcome.get().tolist()
+        loss, count, norm, reason, usual, stopping = facts.outcome.get().tolist()
         self.grad_norm = norm
-        self.stopping, self.finished = self.stopping or stopping > 0, self.finished or plateau > 0
+        self.stopping = self.stopping or stopping > 0
         if reason:
             self._bad_step(facts, loss / count if count else loss, norm, int(reason), usual)
 
@@ -298,24 +272,27 @@ class _Run:
         })  # fmt: skip
 
     def _evaluate(self, evaluate: Callable[[Eagle3Head], dict]) -> None:
-        """The first rank judges, the others wait at the next exchange, and hear of a plateau there."""
+        """The first rank judges, the others wait for its word on whether training goes on."""
         self._settle()
-        if not self.ranks.first:
-            return
+        self.finished = self.ranks.of_first(lambda: self._judge(evaluate))
+
+    def _judge(self, evaluate: Callable[[Eagle3Head], dict]) -> bool:
+        """Reports an evaluation and keeps the best weights; whether there is no more to be gained."""
         with torch.no_grad():
             figures = evaluate(self.head.eval())
         self.head.train()
         self.reporter.line({"step": self.step, "steps": self.plan.steps, "evaluation": figures})
         settings, acceptance = self.settings, figures.get("acceptance")
         if self.best.hear(acceptance, self.step, settings.patience_gain):
-            self.writer.submit(best.write, self.folder, checkpoint.host_copies(self.trained), self.step, acceptance)
-        if settings.patience and self.best.worse_since >= settings.patience:
-            self.plateau = True
-            self.finished = self.ranks.world == 1
-            self.reporter.note(
-                f"acceptance has not grown by more than {settings.patience_gain} for {self.best.worse_since} evaluations: "
-                f"training ends after step {self.step} of {self.plan.steps}"
-            )
+            place = snapshot.place_for(self.ranks.device, self._bytes())
+            self.writer.submit(best.write, self.folder, snapshot.apart(self.trained, place), self.step, acceptance)
+        if not settings.patience or self.best.worse_since < settings.patience:
+            return False
+        self.reporter.note(
+            f"acceptance has not grown by more than {settings.patience_gain} for {self.best.worse_since} evaluations: "
+            f"training ends after step {self.step} of {self.plan.steps}"
+        )
+        return True
 
     def take_best(self) -> None:
         """Puts the weights of the best evaluation into the head, where they are not its own already."""
@@ -333,11 +310,24 @@ class _Run:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self) -> None:
-        """Copies everything to the host and lets it be written in the background."""
+    def save(self) -> float:
+        """Sets everything aside and lets it be written in the background; the seconds that training stood still for it."""
         self._settle()
-        if not self.ranks.first or self.step == 0:
-            return
+        if self.step == 0:
+            return 0.0
+        began = time.perf_counter()
+        place = snapshot.place_for(self.ranks.device, 3 * self._bytes())  # weights and two moments
+        moments = self.update.moments(place)
+        if self.ranks.first:
+            self._write(place, moments)
+        seconds = time.perf_counter() - began
+        self.stood += seconds
+        return seconds
+
+    def _bytes(self) -> int:
+        return sum(p.nbytes for p in self.trained.values())
+
+    def _write(self, place: torch.device, moments: dict[str, Tensor]) -> None:
         weights = {**self.trained, "d2t": self.head.d2t, "t2d": self.head.t2d}
         rng = {"cpu": torch.get_rng_state()}
         if self.cuda:
@@ -345,16 +335,15 @@ class _Run:
         cursor = self.plan.cursor(self.step)
         state = {
             "step": self.step, "cursor": asdict(cursor), "tokens": self.tokens, "bad_steps": self.bad_steps,
-            "threads": torch.get_num_threads(), "identity": self.identity(),
+            "threads": torch.get_num_threads(), "identity": self.identity,
             "usual_loss": float(self.update.usual), "best": asdict(self.best), "finished": self.finished,
             "scheduler": {"learning_rate": learning_rate(self.step, self.plan.steps, self.settings, self.warm)},
         }  # fmt: skip
-        parts = {"weights": weights, "optimizer": self.update.moments(), "rng": rng}
-        self.writer.save({part: checkpoint.host_copies(tensors) for part, tensors in parts.items()}, state)
+        self.writer.save({"weights": snapshot.apart(weights, place), "optimizer": moments, "rng": rng}, state)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Takes over a checkpoint; MustFix where it was made with settings that give another result."""
-        checkpoint.refuse_changes(saved.state["identity"], self.identity(), self.reporter.note)
+        checkpoint.refuse_changes(saved.state["identity"], self.identity, self.reporter.note)
         weights = self.ranks.tensors_of_first(lambda: saved.tensors("weights"))
         with torch.no_grad():
             for name, parameter in self.trained.items():
@@ -372,6 +361,7 @@ class _Run:
         self.step, self.tokens, self.bad_steps = (saved.state[key] for key in ("step", "tokens", "bad_steps"))
         self.reporter.note(f"training continues after step {self.step} of {self.plan.steps}")
 
+    @cached_property
     def identity(self) -> dict[str, Any]:
         return checkpoint.identity(self.settings, self.seed, self.warm, self.plan.cut.pieces, self.store.layout, self.head)
 
@@ -383,18 +373,5 @@ class _Run:
             split_samples=cut.split_samples, dropped_pieces=cut.dropped_pieces, dropped_rows=cut.dropped_rows,
             padding=self.plan.padding_share, checkpoint=checkpoint.name_of(self.step),
             best_step=self.best.step if self.best.acceptance else None, best_acceptance=self.best.acceptance,
-            stopped_early=self.finished and self.step < self.plan.steps,
+            stopped_early=self.finished and self.step < self.plan.steps, checkpoint_seconds=self.stood,
         )  # fmt: skip
-
-
-def _recompute_what_is_cheap() -> None:
-    """Lets the backward pass of the compiled step make norms, gates and bf16 weights again instead of keeping
-    them: 7.0 instead of 11 GB kept for it at 8,192 tokens (real head, 3 TTT steps), some passes over memory more."""
-    import torch._functorch.config as partitioner
-
-    partitioner.ban_recompute_materialized_backward = False
-
-
-def _decay(decay: float, steps: int, device: torch.device) -> Tensor:
-    """Weights of the TTT steps, fp32 `[K]`, filled on the device: a copy from the host would wait for it."""
-    return torch.full((steps,), decay, device=device) ** torch.arange(steps, dtype=torch.float32, device=device)

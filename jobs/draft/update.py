@@ -1,4 +1,5 @@
-"""One update of the weights: its learning rate, division by the loss positions, clipping, AdamW, and when to leave a step out.
+"""One update of the weights: its learning rate, the sum over the ranks, division by the loss positions, clipping, AdamW,
+and when to leave a step out. Each rank updates its share (`jobs.draft.shares`).
 
 Everything is decided on the device, so that no step makes the host wait: AdamW's `grad_scale` and
 `found_inf`, made for mixed precision, scale the gradients and skip the step in its own kernel.
@@ -13,6 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from jobs.draft.ranks import Ranks
+from jobs.draft.shares import Shares
 from jobs.settings import TrainSettings
 
 NOT_FINITE, SPIKE = 1, 2
@@ -33,23 +36,24 @@ def learning_rate(step: int, steps: int, settings: TrainSettings, warm: bool) ->
 class Update:
     """AdamW in fp32 over the trained tensors; `usual` is the running mean of the loss, fp64, 0 before the first step."""
 
-    def __init__(self, trained: Mapping[str, nn.Parameter], settings: TrainSettings, device: torch.device):
-        self._trained, self._settings = trained, settings
-        matrices = [p for p in trained.values() if p.ndim > 1]
-        vectors = [p for p in trained.values() if p.ndim <= 1]
+    def __init__(self, trained: Mapping[str, nn.Parameter], settings: TrainSettings, ranks: Ranks):
+        self._settings, self._shares = settings, Shares(trained, ranks)
+        matrices = [self._shares.own[name] for name, p in trained.items() if p.ndim > 1]
+        vectors = [self._shares.own[name] for name, p in trained.items() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._adam = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, fused=True)
-        self.usual = torch.zeros((), dtype=torch.float64, device=device)
+        self.usual = torch.zeros((), dtype=torch.float64, device=ranks.device)
 
     def step(self, loss: Tensor, count: Tensor, learning_rate: float) -> tuple[Tensor, Tensor]:
         """(norm of the mean gradient, why the step was left out or 0), fp64 scalars on the device.
 
-        loss, count: sums over all loss positions of all ranks, as are the gradients. A step without a
-        loss position changes nothing. The gradients are freed.
+        loss, count: sums over all loss positions of all ranks; the gradients are this rank's sums. A step
+        without a loss position changes nothing. The gradients are freed.
         """
         settings = self._settings
+        self._shares.reduce()
         mean = loss / count.clamp(min=1e-9)
-        norm = nn.utils.get_total_norm([p.grad for p in self._trained.values()]).double() / count.clamp(min=1e-9)
+        norm = self._shares.norm() / count.clamp(min=1e-9)
         reason = torch.where(norm.isfinite() & loss.isfinite(), 0.0, float(NOT_FINITE)).double()
         if settings.spike_factor is not None:
             spike = (self.usual > 0) & (mean > settings.spike_factor * self.usual)
@@ -61,19 +65,23 @@ class Update:
         for group in self._adam.param_groups:
             group["lr"] = learning_rate
         self._adam.step()
-        self._adam.zero_grad()
+        self._shares.gather()
         learned = torch.where(self.usual > 0, MEMORY * self.usual + (1 - MEMORY) * mean, mean)
         self.usual = torch.where(good, learned, self.usual)
         return norm.where(count > 0, 0.0), reason
 
-    def moments(self) -> dict[str, Tensor]:
-        """AdamW's state by the names of the tensors: `name/exp_avg` and so on."""
+    def moments(self, place: torch.device) -> dict[str, Tensor]:
+        """Copies of AdamW's whole state at `place`, by the names of the tensors: `name/exp_avg` and so on.
+
+        Every rank has to call it; the first one has the result.
+        """
         state = self._adam.state
-        return {f"{name}/{part}": value for name, p in self._trained.items() for part, value in state.get(p, {}).items()}
+        parts = {(name, part): value for name, own in self._shares.own.items() for part, value in state.get(own, {}).items()}
+        return {f"{name}/{part}": self._shares.whole(name, value, place) for (name, part), value in parts.items()}
 
     def restore(self, moments: Mapping[str, Tensor], usual: float) -> None:
-        for name, parameter in self._trained.items():
+        for name, own in self._shares.own.items():
             parts = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
             if parts:
-                self._adam.state[parameter] = {part: value.to(parameter.device) for part, value in parts.items()}
+                self._adam.state[own] = {part: self._shares.share_of(value.to(own.device)) for part, value in parts.items()}
         self.usual.fill_(usual)

@@ -1,7 +1,8 @@
-"""What the processes of one training have to agree on before it begins."""
+"""What the processes of one training have to agree on before it begins, and what became of it."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,33 @@ class Work:
     folder: Path  # of checkpoints, which only the first process needs
     warm: bool
     evaluates: bool
+
+
+@dataclass
+class TrainResult:
+    """What became of a training; `tokens` are trained rows without padding, over all ranks and runs."""
+
+    steps: int
+    tokens: int
+    processes: int
+    bad_steps: int
+    seconds: float  # of this process; less than the whole after a resume
+    resumed_from: int | None
+    loss: float | None  # of the last log window
+    pieces: int
+    split_samples: int
+    dropped_pieces: int
+    dropped_rows: int
+    padding: float
+    checkpoint: str
+    best_step: int | None  # whose weights the head ends with; None: there was no evaluation
+    best_acceptance: float | None
+    stopped_early: bool
+    checkpoint_seconds: float  # that this process stood still for checkpoints
+
+    def counts(self) -> dict[str, Any]:
+        """For the ledger."""
+        return asdict(self)
 
 
 def prepared(work: Work, store: StateStore) -> Plan:

@@ -20,9 +20,6 @@ from jobs.draft.loss import TargetHead, Unroll
 from jobs.draft.model import Eagle3Head
 from jobs.draft.packing import Plan
 
-STEPS = 4
-
-
 def norm(x, weight, eps):
     return x / torch.sqrt((x * x).mean() + eps) * weight
 
@@ -74,16 +71,16 @@ class Reference:
         return self.w["lm_head.weight"] @ norm(feature, self.w["norm.weight"], self.c.rms_norm_eps)
 
 
-def reference_sums(weights, config, verifier_head, ids_of_draft, document, kind):
+def reference_sums(weights, config, verifier_head, ids_of_draft, document, kind, steps):
     """(loss sum, count, correct) of each TTT step over one document (x, prompt tokens, taps, final)."""
     x, prompt, taps, final = document
     reference, rows = Reference(weights, config), len(x) - 1
     features = [weights["fc.weight"] @ taps[t].reshape(-1) for t in range(rows)]
     keys, values = [[] for _ in range(rows)], [[] for _ in range(rows)]  # own keys, step by step
-    loss = [torch.zeros((), dtype=torch.float64) for _ in range(STEPS)]
-    count, correct = [0] * STEPS, [0] * STEPS
+    loss = [torch.zeros((), dtype=torch.float64) for _ in range(steps)]
+    count, correct = [0] * steps, [0] * steps
     drafted = {int(target): i for i, target in enumerate(ids_of_draft)}
-    for k in range(STEPS):
+    for k in range(steps):
         usable = [t for t in range(rows) if t + 1 + k < len(x)]  # the token fed exists
         made = {t: reference.qkv(x[t + 1 + k], features[t], t + k) for t in usable}
         for t in usable:
@@ -111,14 +108,15 @@ def reference_sums(weights, config, verifier_head, ids_of_draft, document, kind)
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "every_row"),
+    ("kind", "changes", "every_row", "steps"),
     [
-        ("forward_kl", {"norm_before_residual": True}, False),
-        ("forward_kl", {"norm_before_residual": False, "kv_heads": 4}, True),
-        ("cross_entropy", {"norm_before_residual": True}, False),
+        ("forward_kl", {"norm_before_residual": True}, False, 4),
+        ("forward_kl", {"norm_before_residual": False, "kv_heads": 4}, True, 7),
+        ("cross_entropy", {"norm_before_residual": True}, False, 4),
+        ("forward_kl", {"norm_before_residual": True}, True, 1),
     ],
 )
-def test_packed_step_equals_reference(tmp_path, kind, changes, every_row):
+def test_packed_step_equals_reference(tmp_path, kind, changes, every_row, steps):
     language = Language.make(vocabulary=40, hidden=16)
     config = small_config(vocab_size=40, hidden_size=16, intermediate_size=20, head_dim=4, draft_vocab_size=30, **changes)
     store = make_store(tmp_path, [(3, 9), (6, 2), (2, 14), (9, 7)], language=language)
@@ -130,23 +128,23 @@ def test_packed_step_equals_reference(tmp_path, kind, changes, every_row):
     pieces = plan.step_rows(0)[0]
     row = load(store, pieces, plan.rows, TAPS)
     unroll = Unroll(head, TargetHead(language.verifier.lm_head, ids_of_draft, torch.float32), kind, every_row)
-    got = unroll(row, Documents(row.lengths, plan.rows), STEPS)
-    decay = 0.8 ** torch.arange(STEPS)
+    got = unroll(row, Documents(row.lengths, plan.rows), steps)
+    decay = 0.8 ** torch.arange(steps)
     ((got.loss * decay).sum() / (got.count * decay).sum()).backward()
 
     weights = {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in head.named_parameters()}
-    loss, count, correct = [0] * STEPS, [0] * STEPS, [0] * STEPS
+    loss, count, correct = [0] * steps, [0] * steps, [0] * steps
     for piece in pieces:
         sample = store.read(piece.sample_id, TAPS)
         x = sample.response.prompt_token_ids + sample.response.response_token_ids
         document = x, len(sample.response.prompt_token_ids), sample.taps.double(), sample.final.double()
         for total, part in zip(
             (loss, count, correct),
-            reference_sums(weights, config, language.verifier.lm_head.double(), ids_of_draft, document, kind),
+            reference_sums(weights, config, language.verifier.lm_head.double(), ids_of_draft, document, kind, steps),
             strict=True,
         ):
             total[:] = [a + b for a, b in zip(total, part, strict=True)]
-    total = sum(0.8**k * loss[k] for k in range(STEPS)) / sum(0.8**k * count[k] for k in range(STEPS))
+    total = sum(0.8**k * loss[k] for k in range(steps)) / sum(0.8**k * count[k] for k in range(steps))
     total.backward()
 
     assert got.count.tolist() == count

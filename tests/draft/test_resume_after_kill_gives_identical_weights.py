@@ -1,6 +1,7 @@
 """A training killed with SIGKILL at random moments, or stopped with SIGTERM, ends bit for bit where an
 unbroken one ends. Real processes, real signals, on CPU."""
 
+import inspect
 import os
 import random
 import signal
@@ -12,7 +13,8 @@ from safetensors.torch import load_file
 from synthetic_states import make_store
 from train_in_process import lines, start, wait
 
-from jobs.draft import checkpoint
+from jobs.draft import checkpoint, snapshot
+from jobs.storage import files
 
 
 def kill_when(process, folder: Path, step: int, delay: float, sent: signal.Signals) -> bool:
@@ -59,12 +61,12 @@ def test_sigkill_at_random_points(unbroken, tmp_path):
     states, weights, last = unbroken
     run, chance = tmp_path / "run", random.Random(20250101)
     kills = 0
-    for step in sorted(chance.sample(range(2, last["steps"] - 1), 4)):
+    for step in sorted(chance.sample(range(2, last["steps"] - 1), 8)):
         process = start(states, run)
         # Anywhere within a step or a checkpoint's write: a step takes some hundredths of a second.
         kills += kill_when(process, run, step, chance.uniform(0, 0.05), signal.SIGKILL)
         process.join(60)
-    assert kills >= 3
+    assert kills >= 6
     process = start(states, run)
     finish(process, run)
     continued = [line for line in lines(run) if "continues" in line.get("note", "")]
@@ -74,6 +76,40 @@ def test_sigkill_at_random_points(unbroken, tmp_path):
     assert_same({n: t.float() for n, t in weights.items()}, numpyable(str(run) + ".safetensors"))
     assert not list(run.glob("*.partial"))
     assert len([p for p in run.iterdir() if checkpoint.NAME.fullmatch(p.name)]) == 2, "two checkpoints are kept"
+
+
+def lines_of_the_write() -> list[str]:
+    """Every line of a checkpoint's write as file:line, those behind the rename first, and some of what it calls."""
+
+    def of(function) -> list[str]:
+        code = function.__code__
+        return [f"{code.co_filename}:{line}" for line in sorted({line for *_, line in code.co_lines() if line}) if line > code.co_firstlineno]
+
+    source, first = inspect.getsourcelines(checkpoint.write)
+    where = {what: first + next(n for n, text in enumerate(source) if what in text) for what in ("partial.rename", "rmtree(final)", "return final")}
+    never = {f"{checkpoint.__file__}:{where['rmtree(final)']}", f"{checkpoint.__file__}:{where['return final']}"}
+    written = [line for line in of(checkpoint.write) if line not in never]  # nothing is in the way here; after the last line all is done
+    before = [line for line in written if int(line.rpartition(":")[2]) <= where["partial.rename"]]
+    called = random.Random(5).sample(of(snapshot.write_tensors)[1:], 3) + random.Random(5).sample(of(files.write_atomically)[2:8], 2)
+    return [line for line in written if line not in before] + before + called
+
+
+@pytest.mark.slow
+def test_sigkill_at_every_line_of_a_checkpoints_write(unbroken, tmp_path):
+    """Between the files, before and after the rename, while old ones are removed: the next start finds a whole one."""
+    states, weights, last = unbroken
+    run = tmp_path / "run"
+    for line in lines_of_the_write():
+        process = start(states, run, checkpoint_every=2, environment={"DIE_AT": line})
+        process.join(120)
+        assert process.exitcode == -signal.SIGKILL, (line, Path(f"{run}.err").read_text())
+        checkpoint.newest(run)
+    process = start(states, run)
+    finish(process, run)
+    continued = {line["note"] for line in lines(run) if "continues" in line.get("note", "")}
+    assert len(continued) >= 4, "the kills behind the rename have each left another step"
+    assert_same({n: t.float() for n, t in weights.items()}, numpyable(str(run) + ".safetensors"))
+    assert not list(run.glob("*.partial"))
 
 
 def test_sigterm_saves_and_continues_exactly(unbroken, tmp_path):

@@ -17,25 +17,37 @@ pytestmark = pytest.mark.usefixtures("one_core")
 ACCEPTANCE = {4: 1.4, 8: 2.1, 12: 2.0, 16: 2.1, 20: 1.9, 24: 2.6}
 
 
+class Killed(BaseException):
+    """Ends a training without a word and without saving."""
+
+
 class Training:
-    def __init__(self, folder, store, language, stop_after=None, **changes):
+    def __init__(self, folder, store, language, stop_after=None, kill_at=None, kill_in_evaluation=None, **changes):
         config = small_config()
         self.head = Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=1)
         self.lines, self.seen, self.stop_after = [], {}, stop_after
+        self.kill_at, self.kill_in_evaluation = kill_at, kill_in_evaluation
         settings = TrainSettings(
             **dict(device="cpu", epochs=2, tokens_per_step=64, max_length=64, log_every=1, learning_rate=1e-2, evaluate_every=4, checkpoint_every=5)
             | changes
         )
         self.result = train(
             settings=settings, seed=0, head=self.head, verifier=language.verifier, store=store, sample_ids=store.ids(),
-            folder=folder, warm=False, evaluate=self.evaluate, should_stop=self.should_stop, report=self.lines.append,
+            folder=folder, warm=False, evaluate=self.evaluate, should_stop=self.should_stop, report=self.report,
         )  # fmt: skip
 
     def should_stop(self) -> bool:
         return self.stop_after is not None and any(line.get("step", 0) >= self.stop_after for line in self.lines)
 
+    def report(self, line: dict) -> None:
+        self.lines.append(line)
+        if "loss" in line and line["step"] == self.kill_at:
+            raise Killed
+
     def evaluate(self, head) -> dict:
         step = self.lines[-1]["step"]
+        if step == self.kill_in_evaluation:
+            raise Killed
         self.seen[step] = {name: p.detach().clone() for name, p in head.named_parameters()}
         return {"acceptance": ACCEPTANCE[step]}
 
@@ -88,3 +100,35 @@ def test_an_interrupted_run_remembers_its_best(tmp_path, data):
     rest = Training(tmp_path / "broken", *data, patience=2)
     assert rest.result.resumed_from == 13 and rest.result.steps == 16
     assert all(torch.equal(a, b) for a, b in zip(whole.head.parameters(), rest.head.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_two_processes_end_at_the_step_of_one_with_the_same_best(tmp_path, data):
+    """The others hear from the first one, at the evaluation itself, that there is no more to be gained."""
+    shared = dict(patience=2, accumulate=2, epochs=4)
+    alone = Training(tmp_path / "one", *data, **shared)
+    both = Training(tmp_path / "two", *data, processes=2, **shared)
+    assert both.result.processes == 2 and alone.result.processes == 1
+    for run in (alone, both):
+        assert run.result.stopped_early and run.result.steps == 16 and sorted(run.seen) == [4, 8, 12, 16]
+        assert (run.result.best_step, run.result.best_acceptance) == (8, 2.1) and equal(run.head, run.seen[8])
+    for (name, a), b in zip(alone.head.named_parameters(), both.head.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4, msg=name)
+
+
+def test_a_run_killed_after_an_evaluation_knows_what_it_found(tmp_path, data):
+    """Checkpoint and evaluation fall on one step: the checkpoint is the later one, or a plateau would be seen too late."""
+    whole = Training(tmp_path / "whole", *data, patience=2, checkpoint_every=4)
+    with pytest.raises(Killed):
+        Training(tmp_path / "broken", *data, patience=2, checkpoint_every=4, kill_at=13)
+    rest = Training(tmp_path / "broken", *data, patience=2, checkpoint_every=4)
+    assert rest.result.resumed_from == 12 and rest.result.steps == whole.result.steps == 16
+    assert (rest.result.best_step, sorted(rest.seen)) == (8, [16])
+    assert all(torch.equal(a, b) for a, b in zip(whole.head.parameters(), rest.head.parameters(), strict=True))
+
+
+def test_a_run_killed_before_its_last_evaluation_makes_up_for_it(tmp_path, data):
+    with pytest.raises(Killed):
+        Training(tmp_path, *data, kill_in_evaluation=24)
+    rest = Training(tmp_path, *data)
+    assert rest.result.steps == 24 and rest.result.best_step == 24 and 24 in rest.seen

@@ -1,7 +1,9 @@
 """One process and two (gloo) see the same samples in the same global batches and reach the same loss and
 weights to rounding; more processes than packed rows a step are refused."""
 
+import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,8 @@ from synthetic_states import make_store
 from train_in_process import lines, start, wait
 
 
-def run(states: Path, folder: Path, world: int, **changes) -> tuple[list[int], str]:
-    """(exit codes, standard error of all) of as many processes as torchrun would start."""
+def run(states: Path, folder: Path, world: int, kill_at: int | None = None, **changes) -> tuple[list[int], str]:
+    """(exit codes, standard error of all) of as many processes as torchrun would start; kill_at: SIGKILL for all of them after that step."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -21,6 +23,10 @@ def run(states: Path, folder: Path, world: int, **changes) -> tuple[list[int], s
         start(states, folder, environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **changes)
         for rank in range(world)
     ]
+    while kill_at and all(p.is_alive() for p in processes) and all(line.get("step", 0) < kill_at for line in lines(folder)):
+        time.sleep(0.01)
+    for process in processes if kill_at else ():
+        process.kill()
     ends = [wait(process, folder) for process in processes]
     return [code for code, _ in ends], ends[-1][1]
 
@@ -57,9 +63,32 @@ def test_a_machine_without_the_states_is_named_by_all(tmp_path):
         assert "rank 1 on" in said and str(tmp_path / "nothing") in said, said
 
 
+@pytest.mark.slow
+def test_a_killed_training_goes_on_with_another_number_of_processes(tmp_path):
+    """AdamW's moments lie in shares on the ranks and whole in a checkpoint, so any number can take them over."""
+    states = tmp_path / "states"
+    make_store(states, [(4 + i % 7, 12 + (i * 5) % 30) for i in range(31)])
+    codes, error = run(states, tmp_path / "alone", 1, accumulate=4, epochs=4)
+    assert codes == [0], error
+    for world, stop in ((2, 4), (4, 8), (1, None)):
+        codes, error = run(states, tmp_path / "run", world, accumulate=4, epochs=4, checkpoint_every=2, kill_at=stop)
+        assert codes == ([0] if stop is None else [-signal.SIGKILL] * world), error
+    assert sum("continues" in line.get("note", "") for line in lines(tmp_path / "run")) == 2
+    one, changing = ({line["step"]: line for line in figures(tmp_path / name)} for name in ("alone", "run"))
+    assert one.keys() == changing.keys()
+    for step, line in one.items():
+        assert line["loss"] == pytest.approx(changing[step]["loss"], rel=1e-4), step
+    weights, other = (load_file(str(tmp_path / f"{name}.safetensors")) for name in ("alone", "run"))
+    for name in weights:
+        torch.testing.assert_close(weights[name], other[name], rtol=1e-3, atol=2e-4, msg=name)
+
+
 def test_more_ranks_than_rows_are_refused(tmp_path):
     states = tmp_path / "states"
     make_store(states, [(4, 12)] * 4)
     codes, error = run(states, tmp_path / "run", 2, accumulate=1)
     assert codes == [78, 78]
     assert "2 ranks cannot share 1 packed rows a step (train.accumulate)" in error
+    codes, error = run(states, tmp_path / "run", 2, accumulate=2, epochs=1)
+    assert codes == [78, 78]
+    assert "2 ranks cannot share 1 packed rows, which are all that there are (train.processes)" in error

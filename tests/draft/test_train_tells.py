@@ -4,6 +4,7 @@ import time
 
 import pytest
 from synthetic_states import Language, draft_ids, make_store, one_core, small_config  # noqa: F401 - a fixture
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_train_refuses_and_skips import new_head, run
 
 from jobs.draft.arithmetic import flop_of_a_token
@@ -24,6 +25,22 @@ def test_every_line_has_the_machine_and_the_time_left(tmp_path):
         # 63 rows of 4 states of 32 numbers in fp32 a step, whatever a step takes.
         assert line["read_bytes_per_second"] / line["tokens_per_second"] == pytest.approx(4 * 32 * 4)
         assert line["eta_seconds"] == 0 if line["step"] == line["steps"] else line["eta_seconds"] > 0
+        assert len(line["accuracy_by_step"]) == 3 and all(0 <= share <= 1 for share in line["accuracy_by_step"])
+        assert 0 <= line["data_wait"] < 1 and 0 <= line["checkpoint_wait"] < 1
+
+
+def test_tensorboard_holds_what_the_lines_hold(tmp_path):
+    language = Language.make()
+    store = make_store(tmp_path / "states", [(4, 60)] * 6, language=language)
+    _, lines = run(tmp_path, store, new_head(language), language)
+    logged = {line["step"]: line for line in lines if "loss" in line}
+    board = EventAccumulator(str(tmp_path / "checkpoints/tensorboard"))
+    board.Reload()
+    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "memory_gib", "data_wait", "eta_seconds", "acceptance_estimate"):
+        assert {event.step: event.value for event in board.Scalars(f"train/{name}")} == pytest.approx({step: line[name] for step, line in logged.items()}, rel=1e-6), name
+    for position in range(3):
+        told = {event.step: event.value for event in board.Scalars(f"train/accuracy_by_step/{position}")}
+        assert told == pytest.approx({step: line["accuracy_by_step"][position] for step, line in logged.items()}, rel=1e-6)
 
 
 class SlowDisk(StateStore):

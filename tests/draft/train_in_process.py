@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -29,11 +30,13 @@ SETTINGS = dict(
     single_step_share=0.3, ttt_decay=0.9, weight_decay=0.01, log_every=1, checkpoint_every=4, accumulate=2,
 )  # fmt: skip
 
+PRELOADED = ["train_in_process", "torch.utils.tensorboard", "torch._inductor", "torch._dynamo"]  # what a training imports late
+
 
 def start(states: Path, folder: Path, *, environment: dict[str, str] | None = None, **changes) -> multiprocessing.Process:
     """Starts a training with these changes to SETTINGS; `wait` for it or send it a signal by its pid."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["train_in_process", "torch.utils.tensorboard", "torch._inductor"])
+    server.set_forkserver_preload(PRELOADED)
     process = server.Process(target=_child, args=(states, folder, environment or {}, changes))
     process.start()
     return process
@@ -56,9 +59,22 @@ def lines(folder: Path) -> list[dict]:
 
 def _child(states: Path, folder: Path, environment: dict[str, str], changes: dict) -> None:
     os.environ.update(environment)
+    if "DIE_AT" in os.environ:
+        _die_at(*os.environ["DIE_AT"].rsplit(":", 1))
     descriptor = os.open(f"{folder}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(descriptor, 2)
     sys.exit(main(states, folder, changes))
+
+
+def _die_at(file: str, line: str) -> None:
+    """SIGKILL as soon as a thread that is started from now on comes to this line."""
+
+    def trace(frame, event, argument):
+        if event == "line" and frame.f_lineno == int(line):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace if frame.f_code.co_filename == file else None
+
+    threading.settrace(trace)
 
 
 def main(states: Path, folder: Path, changes: dict) -> int:
