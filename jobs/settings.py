@@ -162,6 +162,7 @@ class TrainSettings(Section):
     ttt_decay: float = Field(1.0, gt=0, le=1, description="Weight of TTT step k is this to the power k")
     loss: Literal["forward_kl", "cross_entropy"] = Field("forward_kl", description="Against the verifier's distribution, or its sampled tokens")
     compile: bool = Field(True, description="torch.compile the step; eager on CPU")
+    fp8: bool = Field(False, description="Matrix products of the layer in FP8 (Hopper, Blackwell, Ada); compare acceptance before you keep it")
     checkpoint_every: int = Field(200, ge=1, description="Optimizer steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="Newest whole checkpoints kept")
     evaluate_every: int | None = Field(None, ge=1, description="Optimizer steps between replays on the eval split; None only at the end")

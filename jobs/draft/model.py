@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from jobs.draft import float8
 from jobs.draft.attention import Documents, attend
 from jobs.draft.rope import attention_factor, inverse_frequencies, rope_type, rotate
 from jobs.draft.weights import VerifierWeights
@@ -91,9 +92,22 @@ class RMSNorm(nn.Module):
         return (wide * self.weight).to(x.dtype)
 
 
-def _matrix(inputs: int, outputs: int) -> nn.Linear:
-    """A linear map without bias and without PyTorch's default init: whoever builds a head fills it."""
-    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
+class Matrix(nn.Linear):
+    """A linear map; in training its products are in FP8 where `fp8` says so."""
+
+    fp8 = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """With a part of the weight in its place."""
+        return float8.linear(x, weight) if self.fp8 and self.training else nn.functional.linear(x, weight)
+
+
+def _matrix(inputs: int, outputs: int) -> Matrix:
+    """Without bias and without PyTorch's default init: whoever builds a head fills it."""
+    return nn.utils.skip_init(Matrix, inputs, outputs, bias=False)
 
 
 class Attention(nn.Module):
@@ -118,14 +132,18 @@ class Attention(nn.Module):
         parts = [m.weight.chunk(2, dim=1) for m in (self.q_proj, self.k_proj, self.v_proj)]
         return tuple(zip(*parts, strict=True))
 
+    def products(self, x: Tensor, half: int) -> tuple[Tensor, ...]:
+        """Query, key and value of one half: 0 the embedding, 1 the feature; `[R, H]` -> `[R, h * D]` each."""
+        return tuple(self.q_proj.product(x, weight) for weight in self.halves()[half])
+
     def forward(
         self, normed: Tensor, embedded: tuple[Tensor, ...], cosine: Tensor, sine: Tensor, cache: UnrollCache, documents: Documents
     ) -> Tensor:
         """normed: the feature `[R, H]`. embedded: the embedding's share of query, key, value `[R, h * D]`."""
         rows = normed.shape[0]
         query, key, value = (
-            (nn.functional.linear(normed, weight) + share).view(rows, -1, self.head_dim).transpose(0, 1)  # [h, R, D]
-            for weight, share in zip(self.halves()[1], embedded, strict=True)
+            (own + share).view(rows, -1, self.head_dim).transpose(0, 1)  # [h, R, D]
+            for own, share in zip(self.products(normed, 1), embedded, strict=True)
         )
         # The rotation is fp32 (cosines of a position of 200,000 have no meaning in bf16).
         query = rotate(query.float(), cosine, sine).to(value.dtype)
@@ -167,8 +185,7 @@ class DraftLayer(nn.Module):
 
     def project(self, embedded: Tensor) -> tuple[Tensor, ...]:
         """The embedding's share of query, key and value, before rotation: `[R, H]` -> `[R, h * D]` each."""
-        normed = self.input_layernorm(embedded)  # [R, H]
-        return tuple(nn.functional.linear(normed, weight) for weight in self.self_attn.halves()[0])
+        return self.self_attn.products(self.input_layernorm(embedded), 0)
 
     def forward(self, projected: tuple[Tensor, ...], feature: Tensor, *attention_arguments) -> Tensor:
         normed = self.hidden_norm(feature)  # [R, H]
@@ -204,6 +221,11 @@ class Eagle3Head(nn.Module):
         super()._apply(function, recurse)
         self._frequencies = self._computed_frequencies().to(self.d2t.device)
         return self
+
+    def train_in_fp8(self) -> None:
+        """From now on every product of a training step but the output head's is in FP8."""
+        for matrix in (self.fc, *(m for m in self.layers.modules() if isinstance(m, Matrix))):
+            matrix.fp8 = True
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, fp32 `[R, D]` each, of integer positions `[R]`."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs.draft import best, checkpoint, snapshot
+from jobs.draft import best, checkpoint, float8, snapshot
 from jobs.draft.arithmetic import flop_of_a_token, matmul_rate
 from jobs.draft.attention import Documents
 from jobs.draft.coverage import Coverage
@@ -125,6 +125,9 @@ class _Run:
         self.settings, self.seed, self.store, self.plan = settings, seed, store, plan
         self.folder, self.warm, self.ranks, self.reporter = folder, warm, ranks, reporter
         self.head = head.to(ranks.device).train()
+        if settings.fp8:
+            float8.check(ranks.device)
+            self.head.train_in_fp8()
         for name, parameter in head.named_parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:
                 parameter.data = parameter.data.float()
