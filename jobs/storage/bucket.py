@@ -265,7 +265,7 @@ def _withdraw(place: Destination, manifest: Manifest, state: UploadState) -> Non
 
 def _another_head(uri: str) -> MustFix:
     return MustFix(
-        "Another head is published there", where=uri, remedy="choose another push.uri, or remove that one first"
+        "Another head is published there", where=uri, remedy="choose another address, or remove that one first"
     )
 
 
@@ -302,7 +302,7 @@ def _require_claim(place: Destination, manifest: Manifest) -> None:
         raise MustFix(
             f"Another head's upload was begun there at {standing.get('begun', 'an unknown time')}",
             where=place.uri,
-            remedy=f"let it end, choose another push.uri, or delete the object {CLAIM} there",
+            remedy=f"let it end, choose another address, or delete the object {CLAIM} there",
         )
 
 

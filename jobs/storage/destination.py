@@ -30,7 +30,7 @@ class Destination(Protocol):
     ) -> bool: ...  # this content is there; `believed`: a record says so
     def read(self, name: str, start: int = 0, size: int | None = None) -> Iterator[bytes]: ...
     def read_small(self, name: str) -> bytes | None: ...
-    def write_small(self, name: str, data: bytes, *, only_if_absent: bool = False) -> bool: ...
+    def write_small(self, name: str, data: bytes, *, only_if_absent: bool = False, should_stop: ShouldStop = lambda: False) -> bool: ...
     def delete(self, name: str) -> None: ...
     def names(self, prefix: str) -> list[str]: ...  # of everything below the folder `prefix`, which ends in "/"
     def upload(
@@ -52,6 +52,5 @@ def destination(uri: str, settings: PushSettings) -> Destination:
         return S3Destination(uri.rstrip("/"), parts.netloc, uri.partition("://")[2].partition("/")[2], settings)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and len(parts.path) > 1:
         return FolderDestination(uri, Path(unquote(parts.path)))
-    raise MustFix(
-        f"The destination {uri!r} is no address", where="push.uri", remedy="use s3://bucket/prefix or file:///folder"
-    )
+    named = next((f"push.{name}" for name in ("uri", "backup_uri") if getattr(settings, name) == uri), "the address that was given")
+    raise MustFix(f"The destination {uri!r} is no address", where=named, remedy="use s3://bucket/prefix or file:///folder")

@@ -39,7 +39,7 @@ def _refusal_named(path: Path) -> Iterator[None]:
         if error.errno not in _UNUSABLE:
             raise
         raise MustFix(
-            f"The folder cannot be used: {error.strerror}", where=str(path), remedy="check push.uri and its permissions"
+            f"The folder cannot be used: {error.strerror}", where=str(path), remedy="check the address and the permissions there"
         ) from None
 
 
@@ -97,7 +97,7 @@ class FolderDestination:
             except FileNotFoundError:
                 return None
 
-    def write_small(self, name: str, data: bytes, *, only_if_absent: bool = False) -> bool:
+    def write_small(self, name: str, data: bytes, *, only_if_absent: bool = False, should_stop: Callable[[], bool] = lambda: False) -> bool:
         path = self.root / name
         if only_if_absent and path.exists():
             return False

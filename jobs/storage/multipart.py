@@ -15,6 +15,7 @@ import hashlib
 import math
 import queue
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,11 +27,12 @@ from jobs.errors import Interrupted
 from jobs.settings import PushSettings
 from jobs.storage.local_files import LocalFiles, Reading
 from jobs.storage.manifest import FileEntry, UploadState
-from jobs.storage.s3_client import ABSENT, Body, error_code, http_status
+from jobs.storage.s3_client import ABSENT, Body, BrokenOff, error_code, http_status
 
 MIB = 1 << 20
 LARGEST_PART_NUMBER = 10_000
 PARTS_A_THREAD, SMALL_PART_MIB = 4, 8  # so many at least, unless the parts became smaller than that
+STOP_SECONDS = 5.0  # for parts on their way when the upload is stopped; on a slow link they would take minutes
 READ_AHEAD = 4  # buffers beside one a thread: as many as files are read at once
 
 Sent = Callable[[int], None]  # (bytes more)
@@ -130,17 +132,20 @@ class MultipartUploads:
         should_stop: Callable[[], bool],
     ) -> None:
         """Read all of the file, send the parts that are not in `parts`, `threads` at a time, and enter them there."""
-        failed = threading.Event()
+        failed, broken_off = threading.Event(), _Grace(should_stop)
 
         def send(number: int, data: bytearray) -> None:
             try:
                 if failed.is_set() or should_stop():
-                    raise Interrupted("The upload was stopped", where=self.uri, remedy="run the same command to go on")
+                    raise BrokenOff
                 answer = self.sending.upload_part(
-                    Bucket=self.bucket, Key=key, UploadId=upload_id, PartNumber=number, Body=Body(data), **integrity(data, self.settings)
+                    Bucket=self.bucket, Key=key, UploadId=upload_id, PartNumber=number, Body=Body(data, broken_off), **integrity(data, self.settings)
                 )
                 parts[number] = _said(answer)
                 sent(len(data))  # here, so that a stop for what was sent is seen before this thread's next part
+            except BrokenOff:
+                failed.set()
+                raise Interrupted("The upload was stopped", where=self.uri, remedy="run the same command to go on") from None
             except BaseException:
                 failed.set()
                 raise
@@ -188,6 +193,19 @@ class MultipartUploads:
         except ClientError as error:
             if http_status(error) >= 500:
                 raise
+
+
+class _Grace:
+    """Whether `should_stop` has been true for STOP_SECONDS."""
+
+    def __init__(self, should_stop: Callable[[], bool]):
+        self._should_stop, self._since = should_stop, math.inf
+
+    def __call__(self) -> bool:
+        if not self._should_stop():
+            return False
+        self._since = min(self._since, time.monotonic())
+        return time.monotonic() - self._since >= STOP_SECONDS
 
 
 def integrity(data: bytes | bytearray, settings: PushSettings) -> dict[str, str]:

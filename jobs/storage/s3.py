@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from jobs.errors import MustFix
+from jobs.errors import Interrupted, MustFix
 from jobs.settings import PushSettings
 from jobs.storage.local_files import LocalFiles
 from jobs.storage.manifest import FileEntry, UploadState
 from jobs.storage.multipart import MultipartUploads, integrity
-from jobs.storage.s3_client import ABSENT, NO_ANSWER, NO_PERMISSION, Body, clients_for, error_code, explained
+from jobs.storage.s3_client import ABSENT, NO_ANSWER, NO_PERMISSION, Body, BrokenOff, clients_for, error_code, explained
 
 _BLOCK = 1 << 18  # bytes: read, written and hashed while they are in a core's cache
 
@@ -64,7 +64,7 @@ class S3Destination:
         except ClientError as error:
             if error_code(error) in ABSENT:
                 raise MustFix(
-                    "The bucket does not exist", where=self.uri, remedy="create it, or correct push.uri"
+                    "The bucket does not exist", where=self.uri, remedy="create it, or correct the address"
                 ) from None
             if error_code(error) in NO_PERMISSION | {"400"}:
                 self._explain_bodyless_refusal()
@@ -129,13 +129,18 @@ class S3Destination:
             keys = [item["Key"] for page in pages for item in page.get("Contents", [])]
         return [key[len(self.key("")) :] for key in keys]
 
-    def write_small(self, name: str, data: bytes, *, only_if_absent: bool = False) -> bool:
-        """Put an object in one request; False where `only_if_absent` and something stands there already."""
+    def write_small(self, name: str, data: bytes, *, only_if_absent: bool = False, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Put an object in one request; False where `only_if_absent` and something stands there already.
+
+        `should_stop` breaks the request off (Interrupted).
+        """
         extra = {"IfNoneMatch": "*"} if only_if_absent else {}
         if only_if_absent and self.found(name) is not None:
             return False
         try:
-            self._put(name, data, hashlib.sha256(data).hexdigest(), **extra)
+            self._put(name, data, hashlib.sha256(data).hexdigest(), should_stop, **extra)
+        except BrokenOff:
+            raise Interrupted("The upload was stopped", where=self.uri, remedy="run the same command to go on") from None
         except ClientError as error:
             if only_if_absent and error_code(error) in {"PreconditionFailed", "412"}:
                 return False
@@ -146,11 +151,11 @@ class S3Destination:
             raise explained(error, self.uri) from None
         return True
 
-    def _put(self, name: str, data: bytes, sha256: str, **extra: str) -> None:
+    def _put(self, name: str, data: bytes, sha256: str, should_stop: Callable[[], bool] = lambda: False, **extra: str) -> None:
         self._sending.put_object(
             Bucket=self.bucket,
             Key=self.key(name),
-            Body=Body(data),
+            Body=Body(data, should_stop),
             Metadata={"sha256": sha256},
             **integrity(data, self.settings),
             **extra,

@@ -11,6 +11,7 @@ which may take so long.
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import boto3
@@ -83,11 +84,11 @@ def explained(error: Exception, uri: str) -> JobError:
         return TryAgain(f"The connection broke off: {said}", where=uri, remedy="run the same command again")
     if not isinstance(error, ClientError):
         return MustFix(
-            f"boto3 refuses the destination: {said}", where=uri, remedy="check push.uri and push.endpoint_url"
+            f"boto3 refuses the destination: {said}", where=uri, remedy="check the address and push.endpoint_url"
         )
     code, status = error_code(error), http_status(error)
     if code == "NoSuchBucket":
-        return MustFix("The bucket does not exist", where=uri, remedy="create it, or correct push.uri")
+        return MustFix("The bucket does not exist", where=uri, remedy="create it, or correct the address")
     if code in _WRONG_CREDENTIALS:
         return MustFix(f"The endpoint refuses the credentials: {code}", where=uri, remedy=_NAME_CREDENTIALS)
     if code in NO_PERMISSION:
@@ -100,17 +101,21 @@ def explained(error: Exception, uri: str) -> JobError:
     text = f"{error.operation_name} failed with {code or status}: {said}"
     if status >= 500 or status == 429 or code in _PASSING | _DAMAGED_ON_THE_WAY:
         return TryAgain(text, where=uri, remedy="run the same command again")
-    return MustFix(text, where=uri, remedy="check push.uri and the endpoint's log")
+    return MustFix(text, where=uri, remedy="check the address and the endpoint's log")
+
+
+class BrokenOff(BaseException):
+    """Raised out of a request whose body is not to be sent to its end. No Exception: botocore would send it again."""
 
 
 class Body:
     """The bytes of a request, handed to the socket in pieces of at most PIECE without being copied.
 
-    A file to botocore, which may rewind it to send it again.
+    A file to botocore, which may rewind it to send it again. BrokenOff between two pieces once `should_stop`.
     """
 
-    def __init__(self, data: bytes | bytearray):
-        self._view, self._position = memoryview(data), 0
+    def __init__(self, data: bytes | bytearray, should_stop: Callable[[], bool] = lambda: False):
+        self._view, self._position, self._should_stop = memoryview(data), 0, should_stop
 
     def __len__(self) -> int:
         return len(self._view)
@@ -124,6 +129,8 @@ class Body:
 
     def read(self, size: int | None = None) -> memoryview:
         """The next piece, whatever `size` (http.client asks for 16 KiB): one of 1 MiB costs a sixtieth of the calls."""
+        if self._should_stop():
+            raise BrokenOff
         piece = self._view[self._position : self._position + PIECE]
         self._position += len(piece)
         return piece

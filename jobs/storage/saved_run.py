@@ -255,7 +255,7 @@ class RunSaver:
                 return block
         found = self.place.found(object_of(block))
         if found is None or found[0] != len(data):
-            self.place.write_small(object_of(block), data)
+            self.place.write_small(object_of(block), data, should_stop=should_stop)
             with self._lock:
                 self._sent += len(data)
         with self._lock:

@@ -61,19 +61,21 @@ def killed_at(bytes_done: int, work: Callable[[Callable[[int, int], None]], obje
 
 
 @contextlib.contextmanager
-def sent_bodies_counted(ledger: Path) -> Iterator[None]:
+def sent_bodies_counted(ledger: Path, least: int | None = None) -> Iterator[None]:
     """A line in the file `ledger` with the bytes of every part that a client begins to send, retries too; what a
-    killed process began is counted."""
+    killed process began is counted. With `least`, every body of at least so many bytes, part or object."""
     clients_for = s3.clients_for
 
     def counting(*arguments):
         asking, sending = clients_for(*arguments)
 
         def begun(request, **_):
-            with open(ledger, "ab", buffering=0) as file:
-                file.write(b"%d\n" % int(request.headers["Content-Length"]))
+            size = int(request.headers.get("Content-Length", 0))
+            if size >= (least or 0):
+                with open(ledger, "ab", buffering=0) as file:
+                    file.write(b"%d\n" % size)
 
-        sending.meta.events.register("before-send.s3.UploadPart", begun)
+        sending.meta.events.register("before-send.s3.UploadPart" if least is None else "before-send.s3", begun)
         return asking, sending
 
     with mock.patch.object(s3, "clients_for", counting):

@@ -39,7 +39,7 @@ def test_a_good_destination_passes_and_keeps_nothing(place, tmp_path):
 
 def test_a_bucket_that_does_not_exist(server, settings, tmp_path):
     calls = every_call("s3://no-such-bucket/head", settings, tmp_path)
-    refusals(calls, MustFix, r"The bucket does not exist \(s3://no-such-bucket/head\): create it, or correct push.uri")
+    refusals(calls, MustFix, r"The bucket does not exist \(s3://no-such-bucket/head\): create it, or correct the address")
 
 
 @pytest.mark.parametrize("variable", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
@@ -91,6 +91,14 @@ def test_what_is_no_address(uri, tmp_path):
     refusals(
         every_call(uri, PushSettings(), tmp_path), MustFix, "is no address.*use s3://bucket/prefix or file:///folder"
     )
+
+
+def test_the_place_of_a_wrong_address_is_where_it_was_said(tmp_path):
+    """`pull s3x://…` is an argument; only what stands in a setting is looked for there."""
+    with pytest.raises(MustFix, match=r"'s3x://bucket/head' is no address \(the address that was given\)"):
+        pull("s3x://bucket/head", tmp_path / "back", PushSettings())
+    with pytest.raises(MustFix, match=r"is no address \(push.backup_uri\)"):
+        probe("s3x://bucket/head", PushSettings(backup_uri="s3x://bucket/head"))
 
 
 def test_an_address_boto3_refuses(moto, monkeypatch, tmp_path):
