@@ -11,8 +11,8 @@ settings file that it writes (and that can be run again by hand):
   speculators  speculators trains its own model on the train states of `first`: the same samples, epochs, packed
                length, draft vocabulary, head shape, peak and shape of the learning rate
   judge        ours and theirs by replay on the eval states of `first`, paired over the same prompts
-  warm-own     more data, a warm start from our own first head; both first heads stand in its baseline
-  warm-theirs  the same answers again (their states by prefill), a warm start from speculators' head
+  warm-own     other prompts, a warm start from our own first head
+  warm-theirs  the same answers again (their states by prefill), a warm start from speculators' head, ours beside it in the baseline
 
 Every figure is a line of OUT/figures.jsonl. A part that is done is not repeated: the product continues its own runs.
 """
@@ -130,10 +130,12 @@ class Bench:
         output, wall, cpu = self.process(command, self.out / f"{name}.log")
         result = json.loads(output.splitlines()[-1])
         stages = {stage: round(entry.get("seconds") or 0.0, 1) for stage, entry in result["stages"].items()}
-        self.say(f"{name}.run", wall_seconds=wall, cpu_seconds=cpu, stages=stages, acceptance=result["acceptance"])
+        self.say(f"{name}.run", wall_seconds=wall, cpu_seconds=cpu, stages=stages)
         counts = {stage: entry.get("counts") or {} for stage, entry in result["stages"].items()}
         self.say(f"{name}.counts", **{stage: counts.get(stage) for stage in ("prompts", "generate.eval", "generate.train", "vocab", "train", "evaluate")})
-        evaluation = json.loads((self.out / name / "evaluation.json").read_text())
+        baseline, evaluation = (json.loads((self.out / name / file).read_text()) for file in ("baseline.json", "evaluation.json"))
+        for head, figure in (baseline["heads"] | evaluation["heads"]).items():
+            self.say(f"{name}.{head}", **figure["acceptance_length"], rates=figure["rates"], domains={d: f["mean_acceptance_length"] for d, f in figure["groups"]["domain"].items()})
         self.say(f"{name}.gains", **evaluation["gains"])
         return result
 
@@ -206,26 +208,27 @@ class Bench:
         for name in list(judged)[1:]:
             self.say(f"judge.ours_over_{name}", **paired_gain_interval(judged["ours"], judged[name])._asdict())
 
-    def _warm(self, name: str, start: str, **generate: Any) -> None:
-        theirs = self.options.speculators[0]
-        candidates = [{"name": "ours", "model": str(self.out / "first" / "head")}, {"name": "speculators", "model": str(self.theirs(theirs))}]
-        o = self.options
+    def _warm(self, name: str, start: str, candidates: dict[str, Path], **generate: Any) -> None:
+        o, listed = self.options, [{"name": each, "model": str(folder)} for each, folder in candidates.items()]
         path = self.settings(
-            name, heads={"candidates": candidates, "untrained": False, "warm_start": start}, generate=generate,
-            prompts={"source": str(self.out / "prompts-more.jsonl"), "train_samples": o.more_samples}, evaluate={"scaling": []},
+            name, heads={"candidates": listed, "untrained": False, "warm_start": start}, generate=generate,
+            prompts={"source": str(self.out / "prompts-more.jsonl"), "train_samples": o.more_samples, "standard": []}, evaluate={"scaling": []},
         )  # fmt: skip
         self.job(path)
 
     def warm_own(self) -> None:
-        self._warm("warm-own", "ours")
+        self._warm("warm-own", "ours", {"ours": self.out / "first" / "head"})
 
     def warm_theirs(self) -> None:
-        self._warm("warm-theirs", "speculators", responses=str(self.out / "warm-own" / "states"))
+        heads = {"ours": self.out / "first" / "head", "speculators": self.theirs(self.options.speculators[0])}
+        self._warm("warm-theirs", "speculators", heads, responses=str(self.out / "warm-own" / "states"))
 
 
 def short(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: short(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [short(inner) for inner in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 

@@ -50,7 +50,8 @@ def write_files(store: StateStore, taps: tuple[int, ...], verifier: VerifierWeig
             {
                 "input_ids": ids,
                 "loss_mask": (torch.arange(len(ids)) >= len(answer.prompt_token_ids)).long(),
-                "hidden_states": [*sample.taps.float().unbind(1), before],  # 4 x [n-1, H]
+                # Copies: a row of the store is a view of its shard, and torch.save would write the shard with every sample.
+                "hidden_states": [*(tap.float().clone() for tap in sample.taps.unbind(1)), before],  # 4 x [n-1, H]
             },
             path,
         )

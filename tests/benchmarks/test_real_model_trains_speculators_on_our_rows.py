@@ -31,6 +31,7 @@ def test_its_rows_are_ours_and_its_norm_gives_back_the_state_that_was_stored(tmp
     data = Eagle3SampleFileDataset(max_len=64, file_list=files)
     weight = language.verifier.final_norm.float()
     assert len(files) == len(store.ids()) == 2
+    assert all(Path(file).stat().st_size < 40_000 for file in files), "a sample's own rows, not the shard they lie in"
     for number, sample_id in enumerate(store.ids()):
         sample, row = store.read(sample_id, list(TAPS)), data[number]
         ids = torch.tensor([*sample.response.prompt_token_ids, *sample.response.response_token_ids])
