@@ -85,6 +85,8 @@ def _of_speculation(settings: "Settings") -> list[str]:
         found.append("generate.speculate = \"best\" needs a head in heads.candidates, or take ngram")
     if g.responses or g.backend == "speculators":
         found.append(f"generate.speculate = {g.speculate!r} drafts while the verifier decodes, and with generate.responses it decodes nothing")
+    if settings.verifier.parallel.startswith("dp"):
+        found.append(f"generate.speculate = {g.speculate!r} has not been tried with verifier.parallel = {settings.verifier.parallel!r}: choose off, or tp")
     if g.endpoints:
         found.append(f"generate.speculate = {g.speculate!r} is for this machine's engine, and with generate.endpoints others decode: give them their own --speculative-config")
     return found

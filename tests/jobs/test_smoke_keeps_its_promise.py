@@ -11,6 +11,9 @@ import pytest
 from small_smoke import start, finish
 from s3_servers import moto_server
 
+from jobs.verifier.facts import weight_files
+from jobs.verifier.tiny import CHECKPOINT
+
 pytestmark = pytest.mark.slow
 
 
@@ -58,6 +61,16 @@ def test_the_head_can_draft_what_the_train_answers_hold_and_knows_nothing_of_the
     counts = Counter(token for answer in answers for token in answer["response_token_ids"])
     kept = DraftVocabulary.load(folder / "vocab.safetensors")
     assert kept.draft_ids.tolist() == build(counts, 1024, Chat.load(CHECKPOINT).special_token_ids, kept.vocab_size).draft_ids.tolist()
+
+
+def test_the_verifier_was_read_ahead_of_its_load_and_the_disks_rate_is_in_the_ledger(smoke):
+    folder, *_ = smoke
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    (ahead,) = [event for event in events if event["kind"] == "verifier read ahead"]
+    assert ahead["whole"] and ahead["bytes"] == sum(file.stat().st_size for file in weight_files(CHECKPOINT))
+    assert [event["kind"] for event in events if event["kind"].startswith("verifier")] == ["verifier read ahead", "verifier loaded"]
+    rates = json.loads((folder / "run.json").read_text())["stages"]["preflight"]["counts"]["bytes_per_second"]
+    assert rates["disk_written"] > 0 and rates["disk_read"] > 0
 
 
 def test_every_state_verifies(smoke):

@@ -35,9 +35,21 @@ GREEDY = {"thinking": {"temperature": 0}, "instant": {"temperature": 0}}
 def plain(tmp_path_factory) -> StateStore:
     """Answers of M + K tokens without speculation."""
     folder = prepare(tmp_path_factory.mktemp("plain"), [prompt(i, f"Explain the function number {i}.") for i in range(24)], generate={"max_new_tokens": M + K, **GREEDY})
-    run(folder)
+    context = context_of(folder)
+    engine = generate.start_engine(context)
+    context.run.close()
     torch.set_num_threads(1)
+    timed("plain", folder, engine)
+    engine.close()
     return StateStore(folder / "states/eval")
+
+
+def timed(name: str, folder: Path, engine) -> dict:
+    """Counts of the eval split; its processor time is printed, because the machine may be shared (`pytest -s`)."""
+    began = time.process_time()
+    counts = run(folder, "eval", engine)
+    print(f"{name}: {1000 * (time.process_time() - began) / counts['response_tokens']:.2f} ms of processor time a token")
+    return counts
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +94,7 @@ def assert_same_answers_and_states(store: StateStore, plain: StateStore) -> None
 
 def test_answers_and_states_are_those_without_and_the_ledgers_counters_are_the_replays(plain, speculating, engine):
     folder = speculating("run")
-    counts = run(folder, "eval", engine)
+    counts = timed("speculating", folder, engine)
     store = StateStore(folder / "states/eval")
     assert len(store.ids()) == counts["turns"] and store.verify().problems == []
     assert_same_answers_and_states(store, plain)

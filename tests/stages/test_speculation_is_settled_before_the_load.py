@@ -118,6 +118,7 @@ def test_settings_that_leave_nothing_to_draft_for_are_refused():
     assert '"best" needs a head in heads.candidates' in refused("generate.speculate=best")
     assert "with generate.responses it decodes nothing" in refused("generate.speculate=ngram", "generate.responses=answers")
     assert "with generate.endpoints others decode" in refused("generate.speculate=ngram", "generate.endpoints=['http://one:8000']")
+    assert "has not been tried with verifier.parallel = 'dp_ep'" in refused("generate.speculate=ngram", "verifier.parallel=dp_ep", "verifier.tensor_parallel_size=2")
     assert "may not be called" in refused('heads.candidates=[{name="best", model="x/y"}]', "heads.warm_start=best")
 
 
