@@ -13,8 +13,11 @@ def contradictions(settings: "Settings") -> list[str]:
     found = []
     if p.max_prompt_tokens >= v.max_model_len:
         found.append(f"prompts.max_prompt_tokens = {p.max_prompt_tokens} leaves no room for an answer within verifier.max_model_len = {v.max_model_len}")
-    if v.parallel == "dp_ep":
-        found.append("verifier.parallel = \"dp_ep\" (data-parallel attention) is not supported yet, choose auto, tp or tp_ep")
+    replicas = v.data_parallel_size or v.tensor_parallel_size
+    if v.parallel.startswith("dp") and (v.tensor_parallel_size < 2 or v.tensor_parallel_size % replicas):
+        found.append(f"verifier.parallel = {v.parallel!r} needs 2 or more GPUs, and {replicas} replicas do not divide verifier.tensor_parallel_size = {v.tensor_parallel_size}")
+    if v.data_parallel_size and not v.parallel.startswith("dp"):
+        found.append(f"verifier.data_parallel_size = {v.data_parallel_size} is for verifier.parallel = \"dp\" or \"dp_ep\", not {v.parallel!r}")
     if v.taps is not None and len(v.taps) != 3:
         found.append(f"verifier.taps names {len(v.taps)} layers, an EAGLE-3 head reads 3")
     if v.taps is not None and len(set(v.taps)) != len(v.taps):

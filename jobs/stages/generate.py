@@ -30,6 +30,7 @@ from jobs.stages.scheduling import BATCHES, Expectation, longest_first
 from jobs.storage.responses import RESPONSES, Response, ResponseLog, scan_responses
 from jobs.storage.states import StateLayout
 from jobs.verifier import loading
+from jobs.verifier import fit
 from jobs.verifier.chat import Chat
 from jobs.verifier.engine import Finished, Request, VerifierEngine
 from jobs.verifier.facts import VerifierFacts
@@ -101,7 +102,9 @@ def _local_engine(context: Context) -> VerifierEngine:
         context.note(f"generate.speculate = {settings.generate.speculate}: {drafter.name} drafts" + (f", taps {list(drafter.taps)}" if drafter.taps else ""))
     engine = VerifierEngine(context.verifier_path, settings.verifier, seed=settings.job.seed, capture_taps=taps, drafter=drafter)
     if settings.verifier.tensor_parallel_size > 1:
-        context.note(f"verifier.parallel = {settings.verifier.parallel} is {'tp_ep' if engine.parallel.experts else 'tp'}: {engine.parallel.why}")
+        context.note(f"verifier.parallel = {settings.verifier.parallel} is {engine.parallel.name}: {engine.parallel.why}")
+        if settings.verifier.parallel == "auto" and (more := fit.of_data_parallel_attention(context.verifier_path, settings.verifier)):
+            context.note(f"verifier.parallel: {more}")
     return engine
 
 

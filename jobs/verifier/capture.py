@@ -30,8 +30,11 @@ import torch
 
 from jobs.errors import EXIT_MUST_FIX, EXIT_TRY_AGAIN, JobError, MustFix, TryAgain
 from jobs.storage.reader import LOGPROB_TOLERANCE
+from jobs.storage.row_pages import LIMIT_BYTES
 from jobs.storage.shards import encode
 from jobs.storage.states import StateLayout, StateWriter
+from jobs.storage.writer_group import Member
+from jobs.verifier import orphans
 from jobs.verifier.state_thread import Ended, Span, Step, StoreThread
 
 SAMPLE_KEY = "eagle3_sample"  # extra_args: id of the sample the request's rows belong to
@@ -189,11 +192,12 @@ class CaptureExtension:
     """
 
     def capture_open(
-        self, folder: str, layout: dict, tap_ids: list[int], shard_bytes: int, extent_rows: int, lm_head: list[str] | None
+        self, folder: str, layout: dict, tap_ids: list[int], shard_bytes: int, extent_rows: int, lm_head: list[str] | None, replicas: int = 1
     ) -> dict | None:
         """Open (or recover) the store in `folder` and capture into it from the next step on.
 
         lm_head: folder of the checkpoint and name of its output head, for the rows that are to be checked.
+        replicas: data-parallel ones, each of which writes its own requests; the first has opened the store before the others do.
         """
         try:
             self.capture_close()
@@ -202,7 +206,9 @@ class CaptureExtension:
             layout = StateLayout(**(layout | {"taps": tuple(layout["taps"])}))
             sink = None
             if _writes():
-                sink = StoreThread(StateWriter(Path(folder), layout, shard_bytes=shard_bytes, extent_rows=extent_rows))
+                member = Member(self.parallel_config.data_parallel_index, replicas) if replicas > 1 else Member()
+                memory = LIMIT_BYTES // replicas  # of one machine
+                sink = StoreThread(StateWriter(Path(folder), layout, shard_bytes=shard_bytes, extent_rows=extent_rows, memory_bytes=memory, member=member))
                 if lm_head:
                     sink.check_with(Path(lm_head[0]), lm_head[1], LOGPROB_TOLERANCE[layout.dtype])
             self._capture.open(tap_ids, layout.taps, sink)
@@ -224,6 +230,10 @@ class CaptureExtension:
     def capture_discard(self, samples: list[str]) -> None:
         if self._capture.sink is not None:
             self._capture.sink.discard(samples)
+
+    def end_with_process(self, driver: int, others: list[int]) -> None:
+        """End this engine, and `others` of its processes, when the process that started it ends (jobs/verifier/orphans.py)."""
+        orphans.end_with(driver, others)
 
     def capture_close(self) -> None:
         capture = getattr(self, "_capture", None)

@@ -1,6 +1,6 @@
 """The driver's side of the verifier: one vLLM engine start, kept full, its answers handed out at once.
 
-Decision: `vllm.LLM`'s engine is driven step by step (`add_request`, `step`) instead of through
+Decision: vLLM's engine is driven request by request and step by step (jobs/verifier/cores.py) instead of through
 `LLM.generate`. So a finished answer is committed while the others are still decoded, the next turn
 of a conversation joins the running batch, and a kill loses only what is in flight. The states
 never pass through here: the worker writes them (jobs/verifier/capture.py) and is only asked, by one
@@ -23,6 +23,7 @@ from jobs.errors import Interrupted, JobError, MustFix, TryAgain
 from jobs.settings import StatesSettings, VerifierSettings
 from jobs.storage.states import StateLayout
 from jobs.verifier.capture import LAST_TOKEN_KEY, SAMPLE_KEY, rebuild
+from jobs.verifier.cores import OneCore, Replicas
 from jobs.verifier.drafter import Drafter, counters
 from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.fit import refuse_too_large
@@ -71,6 +72,7 @@ class VerifierEngine:
         self._dead = False  # it failed or hangs: it is closed, and not asked anything any more
         self._running: dict[str, Request] = {}
         self._backlog: deque[Request] = deque()  # follow-ups, not yet given to vLLM
+        self._at: dict[str, int] = {}  # sample -> the replica that answers it, until its states are durable
         prepare_environment(settings, self.facts)
         self.parallel = parallel(self.model, settings)
         arguments = _arguments(self.model, settings, self.facts, seed, self.capture_taps, drafter) | (engine_arguments or {})
@@ -80,7 +82,8 @@ class VerifierEngine:
                 where="verifier.dtype", remedy="use bfloat16",
             )  # fmt: skip
         refuse_too_large(self.model, settings, drafter)
-        self._llm = _start(arguments, self.model)
+        self._core = _start(arguments, self.model)
+        self._llm = self._core.llm
 
     # ------------------------------------------------------------------ the store
 
@@ -89,17 +92,20 @@ class VerifierEngine:
         missing = set(layout.taps) - set(self.capture_taps)
         if missing:
             raise MustFix(f"The engine does not put out tap {min(missing)}", where="verifier.taps", remedy="start it with these taps")
-        for failure in self._rpc(
-            "capture_open",
+        given = (
             str(folder),
             dataclasses.asdict(layout) | {"taps": list(layout.taps)},
             list(self.capture_taps),
             states.shard_mib << 20,
             states.extent_rows,
             [str(self.model), self.facts.lm_head_name] if states.check_one_in else None,
-        ):
-            if failure:
-                raise rebuild(failure)
+            len(self._core.replicas),
+        )
+        # The first replica opens the store for all, the others join it (jobs/storage/writer_group.py).
+        for replicas in ([0], self._core.replicas[1:]):
+            for failure in self._core.call("capture_open", dict.fromkeys(replicas, given)):
+                if failure:
+                    raise rebuild(failure)
         self._open, self._check_one_in = True, states.check_one_in
 
     def close_store(self) -> None:
@@ -114,14 +120,14 @@ class VerifierEngine:
         kept = [request for request in self._backlog if request.id not in samples]
         self._backlog.clear()  # in place: `run` may be about to extend it
         self._backlog.extend(kept)
-        if running := [sample for sample in samples if self._running.pop(sample, None)]:
-            self._llm.llm_engine.abort_request(running)
+        if running := [sample for sample in samples if self._running.pop(sample, None) and self._at.pop(sample) is not None]:
+            self._core.abort(running)
         if samples and self._open:
             self._rpc("capture_discard", samples)
 
     def speculation(self) -> dict[str, Any] | None:
         """vLLM's own counters since the start (see `drafter.counters`); None without a drafter."""
-        return self.drafter and counters(self._llm.llm_engine.get_metrics(), self.drafter.config["num_speculative_tokens"])
+        return self.drafter and counters(self._core.metrics(), self.drafter.config["num_speculative_tokens"])
 
     # ------------------------------------------------------------------ the loop
 
@@ -192,22 +198,21 @@ class VerifierEngine:
         )
         # The last token of an existing answer is never fed back, as in decoding.
         fed = tokens[:-1] if prefill else tokens
-        self._llm.llm_engine.add_request(request.id, {"prompt_token_ids": fed}, parameters)
+        self._at[request.id] = self._core.add(request.id, fed, parameters)
         self._running[request.id] = request
 
     def _step(self) -> list[Finished]:
-        """One step of the engine; the sequences that ended in it."""
+        """The sequences that ended in a step of the engine, or since the last look at replicas."""
         finished = []
-        for output in self._llm.llm_engine.step():
-            if not output.finished or output.request_id not in self._running:
+        for answer in self._core.step():
+            request = self._running.pop(answer.request, None)
+            if request is None:
                 continue
-            request = self._running.pop(output.request_id)
-            answer = output.outputs[0]
-            self._ended_tokens += len(answer.token_ids)
+            self._ended_tokens += len(answer.tokens)
             if request.response_token_ids is not None:
                 finished.append(Finished(request, request.response_token_ids, "prefill"))
             else:
-                finished.append(Finished.of(request, list(answer.token_ids), answer.finish_reason or "abort"))
+                finished.append(Finished.of(request, answer.tokens, answer.reason))
         self._count_tokens()
         return finished + self._stop_loops()
 
@@ -217,7 +222,7 @@ class VerifierEngine:
         if now - self._looked_at < LOOP_EVERY:
             return ended
         self._looked_at = now
-        for state in list(self._llm.llm_engine.output_processor.request_states.values()):
+        for state in list(self._core.process.request_states.values()):
             request = self._running.get(state.external_req_id)
             if request and request.loop_window and loops_now(tokens := state.detokenizer.output_token_ids, request.loop_window):
                 ended.append(Finished.of(request, list(tokens), "repetition"))
@@ -225,7 +230,7 @@ class VerifierEngine:
             del self._running[finished.request.id]
             self._ended_tokens += len(finished.response_token_ids)
         if ended:
-            self._llm.llm_engine.abort_request([finished.request.id for finished in ended])
+            self._core.abort([finished.request.id for finished in ended])
         return ended
 
     def _settle(self, fresh: list[Finished], durable_soon: dict[str, Finished], *, wait: bool) -> list[Finished]:
@@ -233,16 +238,24 @@ class VerifierEngine:
         if not durable_soon:
             return []
         if not self._open:
-            settled, _ = list(durable_soon.values()), durable_soon.clear()
+            settled = list(durable_soon.values())
+            for sample in list(durable_soon):
+                del durable_soon[sample], self._at[sample]
             return settled
-        replies = self._rpc("capture_finish", [(item.request.id, item.tokens, item.checks(self._check_one_in)) for item in fresh], wait)
-        reply = next(reply for reply in replies if reply is not None)
-        settled = []
-        for sample, reason in reply["done"].items():
-            if sample in durable_soon:
-                settled.append(dataclasses.replace(durable_soon.pop(sample), dropped=reason))
-        if reply["failure"]:
-            raise rebuild(reply["failure"])
+        asked: dict[int, list[tuple]] = {self._at[sample]: [] for sample in durable_soon}
+        for item in fresh:
+            asked[self._at[item.request.id]].append((item.request.id, item.tokens, item.checks(self._check_one_in)))
+        settled, failures = [], []
+        for reply in self._core.call("capture_finish", {replica: (samples, wait) for replica, samples in asked.items()}):
+            if reply is None:  # a rank that does not write
+                continue
+            failures += [reply["failure"]] if reply["failure"] else []
+            for sample, reason in reply["done"].items():
+                if sample in durable_soon:
+                    settled.append(dataclasses.replace(durable_soon.pop(sample), dropped=reason))
+                    del self._at[sample]
+        if failures:
+            raise rebuild(failures[0])
         return settled
 
     def _count_tokens(self) -> None:
@@ -251,11 +264,11 @@ class VerifierEngine:
         now = time.monotonic()
         if now - self._counted_at >= COUNT_EVERY or not self._running:
             self._counted_at = now
-            states = self._llm.llm_engine.output_processor.request_states.values()
+            states = list(self._core.process.request_states.values())  # at once: replicas are looked after in another thread
             self.tokens = self._ended_tokens + sum(len(state.detokenizer.output_token_ids) for state in states)
 
     def _rpc(self, method: str, *arguments: Any) -> list[Any]:
-        return self._llm.llm_engine.collective_rpc(method, args=arguments)
+        return self._core.call(method, dict.fromkeys(self._core.replicas, arguments))
 
     @contextlib.contextmanager
     def _as_try_again(self, should_stop: Callable[[], bool]) -> Iterator[None]:
@@ -284,22 +297,18 @@ class VerifierEngine:
             if not self._dead:
                 with contextlib.suppress(Exception):
                     self.discard(list(self._running))
-            self._running.clear()
-            self._backlog.clear()
+            for waiting in (self._running, self._backlog, self._at):
+                waiting.clear()
             raise
 
     def close(self) -> None:
         """Close the store, end every process of the engine and give its memory back."""
-        if self._llm is None:
+        if self._core is None:
             return
         with contextlib.suppress(Exception):
             self.close_store()
-        core, self._llm = self._llm.llm_engine.engine_core, None
-        core.shutdown()
-        del core
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        cleanup_dist_env_and_memory()
+        core, self._core, self._llm = self._core, None, None
+        core.close()
 
 
 def prepare_environment(settings: VerifierSettings, facts: VerifierFacts) -> None:
@@ -326,15 +335,16 @@ def prepare_environment(settings: VerifierSettings, facts: VerifierFacts) -> Non
 
 
 def _arguments(model: Path, settings: VerifierSettings, facts: VerifierFacts, seed: int, taps: tuple[int, ...], drafter: Drafter | None = None) -> dict[str, Any]:
+    spread = parallel(model, settings)
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": settings.dtype,
         "trust_remote_code": settings.trust_remote_code,
         "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "enable_expert_parallel": parallel(model, settings).experts,
+        "max_num_seqs": spread.each(settings.max_num_seqs),
+        "max_num_batched_tokens": spread.each(settings.max_num_batched_tokens),
+        "tensor_parallel_size": settings.tensor_parallel_size // spread.replicas,
+        "enable_expert_parallel": spread.experts,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": False,
@@ -345,6 +355,8 @@ def _arguments(model: Path, settings: VerifierSettings, facts: VerifierFacts, se
         "additional_config": {"eagle3_job_taps": list(taps)},
     }
     arguments |= load_arguments(settings)
+    if spread.replicas > 1:
+        arguments["data_parallel_size"] = spread.replicas
     if drafter is not None:
         arguments["speculative_config"] = dict(drafter.config)
     if facts.architecture == "KimiK25ForConditionalGeneration":
@@ -353,12 +365,11 @@ def _arguments(model: Path, settings: VerifierSettings, facts: VerifierFacts, se
     return arguments
 
 
-def _start(arguments: dict[str, Any], model: Path) -> Any:
+def _start(arguments: dict[str, Any], model: Path) -> OneCore | Replicas:
     import torch
-    from vllm import LLM
 
     try:
-        return LLM(**arguments)
+        return Replicas(arguments) if "data_parallel_size" in arguments else OneCore(arguments)
     except JobError:
         raise
     except torch.OutOfMemoryError as error:

@@ -156,6 +156,17 @@ def tensor_names(model: Path) -> list[str]:
     return sorted(name for path in weight_files(model) for name in _header(path) if name != "__metadata__")
 
 
+def tensor_sizes(model: Path) -> dict[str, int]:
+    """Name -> bytes of all tensors, from the headers."""
+    sizes: dict[str, int] = {}
+    for path in weight_files(model):
+        for name, tensor in _header(path).items():
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                sizes[name] = end - begin
+    return sizes
+
+
 def read_tensor(model: Path, name: str) -> "Tensor":
     """One tensor of a checkpoint, mapped from its file. Raises MustFix where there is none of this name."""
     from safetensors import safe_open

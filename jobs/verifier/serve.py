@@ -105,12 +105,13 @@ def start_with_this_process(arguments: list[str], **options: Any) -> subprocess.
 
 def serve_arguments(model: Path, settings: VerifierSettings, speculative: dict[str, Any] | None, seed: int) -> list[str]:
     """The verifier's settings as options of `vllm serve`."""
+    spread = parallel(model, settings)
     arguments = {
         "--dtype": settings.dtype,
         "--max-model-len": settings.max_model_len,
-        "--max-num-seqs": settings.max_num_seqs,
-        "--max-num-batched-tokens": settings.max_num_batched_tokens,
-        "--tensor-parallel-size": settings.tensor_parallel_size,
+        "--max-num-seqs": spread.each(settings.max_num_seqs),
+        "--max-num-batched-tokens": spread.each(settings.max_num_batched_tokens),
+        "--tensor-parallel-size": settings.tensor_parallel_size // spread.replicas,
         "--gpu-memory-utilization": settings.gpu_memory_utilization,
         "--seed": seed,
     }
@@ -118,10 +119,12 @@ def serve_arguments(model: Path, settings: VerifierSettings, speculative: dict[s
         arguments["--limit-mm-per-prompt"] = json.dumps({"vision_chunk": 0})
     for name, value in load_arguments(settings).items():
         arguments["--" + name.replace("_", "-")] = value if isinstance(value, str) else json.dumps(value)
+    if spread.replicas > 1:
+        arguments["--data-parallel-size"] = spread.replicas
     if speculative is not None:
         arguments["--speculative-config"] = json.dumps(speculative)
     flags = ["--no-enable-prefix-caching"]
-    flags += ["--trust-remote-code"] * settings.trust_remote_code + ["--enable-expert-parallel"] * parallel(model, settings).experts + ["--enforce-eager"] * settings.enforce_eager
+    flags += ["--trust-remote-code"] * settings.trust_remote_code + ["--enable-expert-parallel"] * spread.experts + ["--enforce-eager"] * settings.enforce_eager
     return [*(part for name, value in arguments.items() for part in (name, str(value))), *flags]
 
 

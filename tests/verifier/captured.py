@@ -26,7 +26,7 @@ def requests(count: int = 48) -> list[Request]:
     return made
 
 
-def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...] = TAPS) -> StateStore:
+def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...] = TAPS, **run) -> StateStore:
     """Answer (or prefill) `wanted` into a new store and return it; a dropped sample is a failure."""
     engine.open_store(folder, layout_of(engine, taps), StatesSettings(shard_mib=16, extent_rows=32, check_one_in=20))
     with ResponseLog(folder) as log:
@@ -36,7 +36,7 @@ def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], tap
             log.append(Response(finished.request.id, finished.request.prompt_token_ids, finished.response_token_ids, finished.finish_reason, {}, "test", False))
             return ()
 
-        engine.run(wanted, commit)
+        engine.run(wanted, commit, **run)
     engine.close_store()
     return StateStore(folder)
 

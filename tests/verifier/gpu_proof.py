@@ -74,9 +74,9 @@ def start(dtype: str, *, model: Path = CHECKPOINT, taps: tuple[int, ...] = TAPS,
 
 
 def facts_of(engine: VerifierEngine) -> dict:
-    config = engine._llm.llm_engine.vllm_config
+    config = getattr(engine._llm, "llm_engine", engine._llm).vllm_config
     counters = next(iter(engine._rpc("spy_counters")))
-    metrics = {m.name.removeprefix("vllm:"): getattr(m, "value", 0) for m in engine._llm.get_metrics()}
+    metrics = {m.name.removeprefix("vllm:"): getattr(m, "value", 0) for m in engine._core.metrics()}
     kept = ("num_graph_captures", "num_cudagraph_captured", "num_gpu_runner_capture_triggers", "num_inductor_compiles", "num_cache_entries_updated", "num_backend_compilations")
     return {
         "cudagraphs": str(config.compilation_config.cudagraph_mode), "async": config.scheduler_config.async_scheduling,
@@ -169,7 +169,7 @@ def served(work: Path, model: Path, name: str, dtype: str, **options) -> tuple[b
 
 
 def tensor_parallel(work: Path, name: str, eager: bool = True, **arguments) -> tuple[bool, dict]:
-    """TP=2: a prefill of answers that TP=1 decoded gives the same states; then answers of its own against the reference."""
+    """Two GPUs: a prefill of answers that one GPU decoded gives the same states; then answers of its own against the reference."""
     dtype, first = ("float32", "exact32") if (work / "exact32" / "responses.jsonl").exists() else ("bfloat16", "compiled")
     engine = start(dtype, eager=eager, tensor_parallel=2, **arguments)
     prefill = prefilled(engine, work / f"{name}-prefill", StateStore(work / first))
@@ -198,6 +198,9 @@ STEPS = {
     "tp2-nccl": lambda work: tensor_parallel(work, "tp2-nccl", disable_custom_all_reduce=True),
     "tp2-experts": lambda work: tensor_parallel(work, "tp2-experts", parallel="tp_ep"),
     "tp2-compiled": lambda work: tensor_parallel(work, "tp2-compiled", eager=False),
+    "dp2": lambda work: tensor_parallel(work, "dp2", parallel="dp"),
+    "dp2-experts": lambda work: tensor_parallel(work, "dp2-experts", parallel="dp_ep"),
+    "dp2-experts-compiled": lambda work: tensor_parallel(work, "dp2-experts-compiled", eager=False, parallel="dp_ep"),
 }
 
 

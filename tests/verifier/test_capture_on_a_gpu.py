@@ -2,7 +2,7 @@
 
 Compiled with CUDA graphs and asynchronous scheduling, the states of hundreds of answers of very unequal length equal
 the independent reference and a prefill pass; two tap sets on one compile cache each give their own states; the draft
-head is fed, bit for bit, what is stored; two tensor-parallel GPUs give one GPU's states.
+head is fed, bit for bit, what is stored; two GPUs, tensor-parallel or with an attention each, give one GPU's states.
 """
 
 import json
@@ -50,6 +50,6 @@ def test_two_tap_sets_share_a_compile_cache(proved):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
-@pytest.mark.parametrize("step", ["tp2", "tp2-experts"])
-def test_two_tensor_parallel_gpus_give_the_states_of_one(proved, step):
+@pytest.mark.parametrize("step", ["tp2", "tp2-experts", "dp2", "dp2-experts", "dp2-experts-compiled"])
+def test_two_gpus_give_the_states_of_one(proved, step):
     proved(step)
