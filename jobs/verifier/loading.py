@@ -2,8 +2,8 @@
 
 `lazy` (vLLM's default) with the read-ahead is the choice until another one measures faster on a GPU. What 0.16.0
 offers beside it: `eager` reads a file whole before its tensors are taken, by every tensor-parallel worker again into
-memory of its own, good where mapping is slow (network disks). `threads` maps several files at once and reads no
-faster (see jobs/storage/read_ahead.py). `fastsafetensors` reads each file once for all GPUs and sends the tensors on,
+memory of its own, good where mapping is slow (network disks). `threads` maps several files at once, which reads
+nothing by itself (see jobs/storage/read_ahead.py). `fastsafetensors` reads each file once for all GPUs and sends the tensors on,
 `runai_streamer` reads with threads of its own; both are packages that this bundle does not pin.
 """
 
