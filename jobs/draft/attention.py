@@ -31,19 +31,27 @@ class Documents:
     over nothing is NaN, and NaN times a zero mask is NaN). `spans` are the half-open ranges of rows;
     `block_mask` is the same for `flex_attention`, made only with flex=True. Everything is made here:
     the compiled step must find ready attributes, it cannot trace how they come about.
+
+    context: how many first rows of each document nothing is asked of, in the plain form: most of a prompt.
+    They give keys and values at step 0 and are not computed further; `queries` `[M]` are the others, and
+    padding is not among them. None: every row is asked of.
     """
 
-    def __init__(self, lengths: Sequence[int], rows: int, flex: bool = False):
+    def __init__(self, lengths: Sequence[int], rows: int, flex: bool = False, context: Sequence[int] | None = None):
         padding = rows - sum(lengths)
         if padding < 0:
             raise ValueError(f"documents of {sum(lengths)} rows do not fit into {rows}")
         self.rows, self.flex = rows, flex
         self.spans: list[tuple[int, int]] = []
+        self.asked: list[int] = []  # queries of each span, its last rows
         start = 0
-        for length in (*lengths, padding):
+        for length, skipped in zip((*lengths, padding), (*(context or (0,) * len(lengths)), padding if context else 0), strict=True):
             if length:
                 self.spans.append((start, start + length))
+                self.asked.append(length - skipped)
             start += length
+        of_spans = [torch.arange(end - asked, end) for (_, end), asked in zip(self.spans, self.asked, strict=True)]
+        self.queries = torch.cat(of_spans) if context else None  # [M]
         self._blocks = (self.ids(), *_block_lists(self.spans, rows)) if flex else ()
         self.block_mask = self._block_mask()
 
@@ -61,8 +69,14 @@ class Documents:
         return self._with(tuple(x.pin_memory() for x in self._blocks))
 
     def to(self, device: torch.device) -> "Documents":
-        """The same with the block mask on a device; copies from pinned memory do not wait."""
-        return self._with(tuple(x.to(device, non_blocking=True) for x in self._blocks)) if self.flex else self
+        """The same with block mask and queries on a device; copies from pinned memory do not wait."""
+        moved = self._with(tuple(x.to(device, non_blocking=True) for x in self._blocks))
+        moved.queries = None if self.queries is None else self.queries.to(device, non_blocking=True)
+        return moved
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """The rows that something is asked of: `[R, ...]` -> `[M, ...]`."""
+        return x if self.queries is None else x[self.queries]
 
     def _with(self, blocks: tuple[Tensor, ...]) -> "Documents":
         other = copy(self)
@@ -113,34 +127,38 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
 
 
-def _by_document(query: Tensor, key: Tensor, value: Tensor, spans: Sequence[tuple[int, int]]):
-    """The documents' own parts of `[h, R, D]`; one split, whose gradient is one concatenation."""
-    lengths = [end - start for start, end in spans]
-    return zip(*(x.split(lengths, dim=1) for x in (query, key, value)), strict=True)
+def _by_document(query: Tensor, key: Tensor, value: Tensor, documents: Documents):
+    """The documents' own parts of `[h, M, D]` and `[h, R, D]`; one split, whose gradient is one concatenation."""
+    lengths = [end - start for start, end in documents.spans]
+    return zip(query.split(documents.asked, dim=1), key.split(lengths, dim=1), value.split(lengths, dim=1), strict=True)
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Causal attention in each span: `[h, R, D]` three times -> `[h, R, D]`."""
-    attended = [
-        nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]  # [h, r, D]
-        for q, k, v in _by_document(query, key, value, spans)
-    ]
+def _plain(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+    """Causal attention in each span, of its last rows: `[h, M, D]`, `[h, R, D]` twice -> `[h, M, D]`."""
+    attended = []
+    for q, k, v in _by_document(query, key, value, documents):
+        asked, seen = q.shape[1], k.shape[1]
+        # PyTorch's own causal mask is that of the first rows.
+        mask = None if asked == seen else torch.ones(asked, seen, dtype=torch.bool, device=q.device).tril(seen - asked)  # [m, r]
+        attended.append(nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None)[0])  # [h, m, D]
     return torch.cat(attended, 1)
 
 
-def _plain_with_sums(query: Tensor, key: Tensor, value: Tensor, spans: Sequence[tuple[int, int]], scale: float):
-    """The same with its log-sum-exp, fp32 `[h, R]`, which PyTorch's own function gives no gradient for."""
+def _plain_with_sums(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float):
+    """The same with its log-sum-exp, fp32 `[h, M]`, which PyTorch's own function gives no gradient for."""
     outputs, sums = [], []
-    for q, k, v in _by_document(query, key, value, spans):
-        rows = q.shape[1]
-        for begin in range(0, rows, QUERY_BLOCK):
-            stop = min(begin + QUERY_BLOCK, rows)
-            scores = (q[:, begin:stop] @ k[:, :stop].transpose(1, 2)).float() * scale  # [h, b, s]
-            later = torch.ones(stop - begin, stop, dtype=torch.bool, device=query.device).triu(begin + 1)
+    for q, k, v in _by_document(query, key, value, documents):
+        asked = q.shape[1]
+        before = k.shape[1] - asked
+        for begin in range(0, asked, QUERY_BLOCK):
+            stop = min(begin + QUERY_BLOCK, asked)
+            seen = before + stop
+            scores = (q[:, begin:stop] @ k[:, :seen].transpose(1, 2)).float() * scale  # [h, b, s]
+            later = torch.ones(stop - begin, seen, dtype=torch.bool, device=query.device).triu(before + begin + 1)
             scores = scores.masked_fill(later, float("-inf"))
             total = scores.logsumexp(-1)  # [h, b]
             weights = (scores - total.unsqueeze(-1)).exp()  # [h, b, s]
-            outputs.append(weights.to(v.dtype) @ v[:, :stop])  # [h, b, D]
+            outputs.append(weights.to(v.dtype) @ v[:, :seen])  # [h, b, D]
             sums.append(total)
     return torch.cat(outputs, 1), torch.cat(sums, 1)
 
@@ -164,22 +182,23 @@ def attend(
 ) -> Tensor:
     """Attention of one training-time-test step.
 
-    query, first_key, first_value: `[h, R, D]`, keys and values of step 0.
-    own: keys and values `[h, R, D]` of the steps 1..k, of which row t sees only row t.
-    Returns `[h, R, D]`.
+    query: `[h, M, D]`, of the rows that something is asked of (M = R where `documents` has no context).
+    first_key, first_value: `[h, R, D]`, keys and values of step 0.
+    own: keys and values `[h, M, D]` of the steps 1..k, of which row t sees only row t.
+    Returns `[h, M, D]`.
     """
     scale = query.shape[-1] ** -0.5
     if documents.flex:
         output, sums = _flex(query, first_key, first_value, documents.block_mask, scale)
     elif own:
-        output, sums = _plain_with_sums(query, first_key, first_value, documents.spans, scale)
+        output, sums = _plain_with_sums(query, first_key, first_value, documents, scale)
     else:
-        output = _plain(query, first_key, first_value, documents.spans)
+        output = _plain(query, first_key, first_value, documents)
     if not own:
         return output
-    scores = [sums] + [(query * key).sum(-1, dtype=torch.float32) * scale for key, _ in own]  # k+1 times [h, R]
-    weights = torch.stack(scores, -1).softmax(-1).to(output.dtype)  # [h, R, k+1]
-    mixed = output * weights[..., :1]  # [h, R, D]
+    scores = [sums] + [(query * key).sum(-1, dtype=torch.float32) * scale for key, _ in own]  # k+1 times [h, M]
+    weights = torch.stack(scores, -1).softmax(-1).to(output.dtype)  # [h, M, k+1]
+    mixed = output * weights[..., :1]  # [h, M, D]
     for number, (_, value) in enumerate(own, start=1):
         mixed = mixed + value * weights[..., number : number + 1]
     return mixed

@@ -29,6 +29,7 @@ from jobs.storage.states import StateStore
 
 READ_AHEAD = 4  # packed rows in flight: 4 x 4,096 rows x 57 kB is 0.9 GB for Kimi-K2.5
 READERS = 4
+MOST_TTT_STEPS = 7  # that settings allow
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,17 @@ def load(
     )  # fmt: skip
 
 
+def context_of(row: PackedRow) -> tuple[int, ...] | None:
+    """How many first rows of each document carry no loss at any TTT step: those that end more than the longest unroll
+    before the answer. None where a row has no loss at all (padding for a rank that has nothing to do)."""
+    found, start = [], 0
+    for length in row.lengths:
+        answer = int(row.predicted[start : start + length].to(torch.uint8).argmax())  # first row whose token is of the response
+        found.append(max(0, answer - MOST_TTT_STEPS))
+        start += length
+    return tuple(found) or None
+
+
 def _whole(future: Future) -> bool:
     return future.done() and future.exception() is None
 
@@ -199,7 +211,7 @@ class ReadAhead:
 
     def _load(self, pieces: tuple[Piece, ...]) -> tuple[PackedRow, Documents]:
         row = load(self._store, pieces, self._rows, self._taps, self._coverage, pin=self._cuda)
-        documents = Documents(row.lengths, self._rows, self._flex)
+        documents = Documents(row.lengths, self._rows, self._flex, None if self._flex else context_of(row))
         return row, documents.pinned() if self._cuda else documents
 
     def __enter__(self) -> "ReadAhead":

@@ -147,14 +147,18 @@ class Unroll(nn.Module):
         feature = self.head.fuse(taps)  # [R, H]
         projected = self.head.project(row.tokens, feature.dtype)  # [R, h * D] three times
         cache = UnrollCache()
-        chain = torch.ones(len(row.tokens), dtype=torch.bool, device=row.tokens.device)  # [R]
+        asked = documents.of_queries  # M of the R rows; all of them in the compiled step
+        rows = asked(torch.arange(len(row.tokens), device=row.tokens.device))  # [M]
+        positions, remaining = row.positions, asked(row.remaining)
+        chain = torch.ones_like(rows, dtype=torch.bool)  # [M]
         sums = []
         for k in range(steps):
             # x[t+1+k]; what rolls in from the next document lands in rows that are masked below.
-            fed = tuple(part.roll(-k, 0) for part in projected) if k else projected
-            feature = self.head.step(fed, feature, row.positions, cache, documents)  # [R, H]
-            target = torch.arange(len(row.tokens), device=chain.device).add(1 + k).clamp(max=len(row.tokens) - 1)  # [R]
-            mask = (row.remaining > k + 1) & row.predicted[target] & targets.covered[target]  # [R]
+            fed = tuple(asked(part.roll(-k, 0)) for part in projected) if k else projected
+            feature = self.head.step(fed, feature, positions, cache, documents)  # [M, H]
+            positions = asked(row.positions)  # step 0 has seen the others
+            target = rows.add(1 + k).clamp(max=len(row.tokens) - 1)  # [M]
+            mask = (remaining > k + 1) & row.predicted[target] & targets.covered[target]  # [M]
             sums.append(self._step_sums(feature, target, mask, chain, row.tokens, targets))
         return Unrolled(*(torch.stack(column) for column in zip(*sums, strict=True)))
 

@@ -132,26 +132,26 @@ class Attention(nn.Module):
         parts = [m.weight.chunk(2, dim=1) for m in (self.q_proj, self.k_proj, self.v_proj)]
         return tuple(zip(*parts, strict=True))
 
-    def products(self, x: Tensor, half: int) -> tuple[Tensor, ...]:
-        """Query, key and value of one half: 0 the embedding, 1 the feature; `[R, H]` -> `[R, h * D]` each."""
-        return tuple(self.q_proj.product(x, weight) for weight in self.halves()[half])
 
     def forward(
         self, normed: Tensor, embedded: tuple[Tensor, ...], cosine: Tensor, sine: Tensor, cache: UnrollCache, documents: Documents
     ) -> Tensor:
-        """normed: the feature `[R, H]`. embedded: the embedding's share of query, key, value `[R, h * D]`."""
-        rows = normed.shape[0]
+        """normed: the feature `[R, H]`. embedded: the embedding's share of query, key, value `[R, h * D]`.
+
+        Of step 0 only the queries of `documents` come out, `[M, H]`; later steps are given no other rows.
+        """
+        asked = documents.of_queries if not cache.entries else _every_row
         query, key, value = (
-            (own + share).view(rows, -1, self.head_dim).transpose(0, 1)  # [h, R, D]
-            for own, share in zip(self.products(normed, 1), embedded, strict=True)
+            (self.q_proj.product(rows(normed), weight) + rows(share)).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)  # [h, M or R, D]
+            for rows, weight, share in zip((asked, _every_row, _every_row), self.halves()[1], embedded, strict=True)
         )
         # The rotation is fp32 (cosines of a position of 200,000 have no meaning in bf16).
-        query = rotate(query.float(), cosine, sine).to(value.dtype)
+        query = rotate(query.float(), asked(cosine), asked(sine)).to(value.dtype)
         key = rotate(key.float(), cosine, sine).to(value.dtype)
         cache.entries.append((self._widen(key), self._widen(value)))
         (first_key, first_value), *own = cache.entries
-        mixed = attend(query, first_key, first_value, own, documents)  # [h, R, D]
-        return self.o_proj(mixed.transpose(0, 1).reshape(rows, -1))  # [R, H]
+        mixed = attend(query, first_key, first_value, own, documents)  # [h, M, D]
+        return self.o_proj(mixed.transpose(0, 1).flatten(1))  # [M, H]
 
     def _widen(self, x: Tensor) -> Tensor:
         """Key-value heads repeated for the query heads that share them: [g, R, D] -> [h, R, D]."""
@@ -171,6 +171,10 @@ class FeedForward(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def _every_row(x: Tensor) -> Tensor:
+    return x
+
+
 class DraftLayer(nn.Module):
     """The one decoder layer: norms of embedding and feature apart, attention over both side by side."""
 
@@ -185,13 +189,17 @@ class DraftLayer(nn.Module):
 
     def project(self, embedded: Tensor) -> tuple[Tensor, ...]:
         """The embedding's share of query, key and value, before rotation: `[R, H]` -> `[R, h * D]` each."""
-        return self.self_attn.products(self.input_layernorm(embedded), 0)
+        normed = self.input_layernorm(embedded)  # [R, H]
+        return tuple(self.self_attn.q_proj.product(normed, weight) for weight in self.self_attn.halves()[0])
 
-    def forward(self, projected: tuple[Tensor, ...], feature: Tensor, *attention_arguments) -> Tensor:
+    def forward(
+        self, projected: tuple[Tensor, ...], feature: Tensor, cosine: Tensor, sine: Tensor, cache: UnrollCache, documents: Documents
+    ) -> Tensor:
         normed = self.hidden_norm(feature)  # [R, H]
         residual = normed if self.norm_before_residual else feature
-        hidden = residual + self.self_attn(normed, projected, *attention_arguments)  # [R, H]
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # [R, H]
+        residual = residual if cache.entries else documents.of_queries(residual)  # [M, H]
+        hidden = residual + self.self_attn(normed, projected, cosine, sine, cache, documents)  # [M, H]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # [M, H]
 
 
 class Eagle3Head(nn.Module):
@@ -253,6 +261,7 @@ class Eagle3Head(nn.Module):
         positions: `[R]` integers, t of step 0 (row's place in its sample); step k is added here.
         cache: keys and values of the steps before; row t sees step 0 up to t within its document,
             and of the later steps only its own.
+        documents: where it has context, steps 1.. are given, and all return, the M rows of its queries.
         Returns the next feature `[R, H]`; `logits` of it are the distribution of x[t+2+k].
         """
         projected = self.project(fed, feature.dtype) if isinstance(fed, Tensor) else fed

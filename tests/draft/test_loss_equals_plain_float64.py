@@ -14,8 +14,9 @@ import pytest
 import torch
 from synthetic_states import TAPS, Language, draft_ids, make_store, small_config
 
+from jobs.draft import data
 from jobs.draft.attention import Documents
-from jobs.draft.data import cut_store, load
+from jobs.draft.data import context_of, cut_store, load
 from jobs.draft.loss import TargetHead, Unroll
 from jobs.draft.model import Eagle3Head
 from jobs.draft.packing import Plan
@@ -116,7 +117,7 @@ def reference_sums(weights, config, verifier_head, ids_of_draft, document, kind,
         ("forward_kl", {"norm_before_residual": True}, True, 1),
     ],
 )
-def test_packed_step_equals_reference(tmp_path, kind, changes, every_row, steps):
+def test_packed_step_equals_reference(tmp_path, monkeypatch, kind, changes, every_row, steps):
     language = Language.make(vocabulary=40, hidden=16)
     config = small_config(vocab_size=40, hidden_size=16, intermediate_size=20, head_dim=4, draft_vocab_size=30, **changes)
     store = make_store(tmp_path, [(3, 9), (6, 2), (2, 14), (9, 7)], language=language)
@@ -128,7 +129,10 @@ def test_packed_step_equals_reference(tmp_path, kind, changes, every_row, steps)
     pieces = plan.step_rows(0)[0]
     row = load(store, pieces, plan.rows, TAPS)
     unroll = Unroll(head, TargetHead(language.verifier.lm_head, ids_of_draft, torch.float32), kind, every_row)
-    got = unroll(row, Documents(row.lengths, plan.rows), steps)
+    monkeypatch.setattr(data, "MOST_TTT_STEPS", steps)
+    context = None if every_row else context_of(row)
+    assert every_row or max(context) > 3, "most of a prompt is only context"
+    got = unroll(row, Documents(row.lengths, plan.rows, context=context), steps)
     decay = 0.8 ** torch.arange(steps)
     ((got.loss * decay).sum() / (got.count * decay).sum()).backward()
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from synthetic_states import TAPS, Language, draft_ids, make_store, small_config
 
+from jobs.draft import data
 from jobs.draft.attention import Documents
 from jobs.draft.data import load
 from jobs.draft.loss import TargetHead, Unroll
@@ -31,13 +32,13 @@ def only(row, start, end):
     return replace(row, predicted=row.predicted & inside)
 
 
-def run(language, row, every_row=False):
+def run(language, row, every_row=False, context=None):
     """Loss sums, and the gradients with respect to the taps and to the trained weights."""
     config = small_config()
     head = Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=2)
     row = replace(row, taps=row.taps.clone().requires_grad_())
     unroll = Unroll(head, TargetHead(language.verifier.lm_head, draft_ids(config), torch.float32), "forward_kl", every_row)
-    sums = unroll(row, Documents(row.lengths, len(row.tokens)), STEPS)
+    sums = unroll(row, Documents(row.lengths, len(row.tokens), context=context), STEPS)
     sums.loss.sum().backward()
     return sums, row.taps.grad, {n: p.grad for n, p in head.named_parameters() if p.requires_grad}
 
@@ -94,6 +95,22 @@ def test_static_and_selected_rows_agree(packed):
     torch.testing.assert_close(taps_a, taps_b, rtol=1e-4, atol=1e-6)
     for name in weights_a:
         torch.testing.assert_close(weights_a[name], weights_b[name], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_are_only_context_change_nothing(tmp_path, monkeypatch):
+    """Of most rows of a prompt only keys and values are made: sums and gradients are those of computing everything."""
+    language = Language.make()
+    store = make_store(tmp_path, [(40, 20), (3, 30), (290, 30)], language=language)
+    row = load(store, [Piece(i, 0, store.lengths()[i]) for i in store.ids()], 420, TAPS)
+    monkeypatch.setattr(data, "MOST_TTT_STEPS", STEPS)
+    context = data.context_of(row)
+    assert context == (39 - STEPS, 0, 289 - STEPS)
+    whole, asked = run(language, row), run(language, row, context=context)
+    assert torch.equal(whole[0].count, asked[0].count) and torch.equal(whole[0].correct, asked[0].correct) and torch.equal(whole[0].chain, asked[0].chain)
+    torch.testing.assert_close(whole[0].loss, asked[0].loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole[1], asked[1], rtol=1e-3, atol=1e-5)
+    for name in whole[2]:
+        torch.testing.assert_close(whole[2][name], asked[2][name], rtol=1e-3, atol=1e-4)
 
 
 def test_chunks_change_nothing(packed, monkeypatch):
