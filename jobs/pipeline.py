@@ -145,7 +145,7 @@ def declared_settings(context: Context, stage: Any) -> dict[str, Any]:
         if isinstance(value, dict):
             flat |= {f"{prefix}.{key}": item for key, item in value.items()}
         else:
-            flat[prefix] = list(value) if isinstance(value, tuple) else value
+            flat[prefix] = value
     return flat
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import to_jsonable_python
 
 from jobs.errors import MustFix
 
@@ -256,11 +257,11 @@ class Settings(Section):
     rental: RentalSettings = RentalSettings()
 
     def value(self, key: str) -> Any:
-        """The value at a dotted key: `value("train.epochs")`, or a whole section for `value("train")`."""
+        """The value at a dotted key in JSON's types: `value("train.epochs")`, a section or a list of tables as well."""
         found: Any = self
         for part in key.split("."):
             found = getattr(found, part)
-        return found.model_dump(mode="json") if isinstance(found, BaseModel) else found
+        return to_jsonable_python(found)
 
     def as_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
