@@ -41,7 +41,8 @@ from jobs.storage.files import write_json_atomically
 VERSION = 1
 STATE, OWNER, BLOCKS = "state.json", "owner.json", "blocks"
 RECORD = ".saved.json"  # in the run directory: what was saved last, so that unchanged files are not read again
-LEFT_OUT = ("published", "superseded")  # the head has a push of its own; what was set aside stays where it is
+# The head has a push of its own, what was set aside stays where it is, and a head as it drafts is written anew at each start.
+LEFT_OUT = ("published", "superseded", "speculation")
 SETTLED_NS = 2_000_000_000  # far more than the tick of a file system's clock
 MOST_THREADS = 8  # each holds one block in memory
 STEP = re.compile(r"step-\d+")
