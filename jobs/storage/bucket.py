@@ -37,7 +37,6 @@ from jobs.storage.download import Streams, download
 from jobs.storage.files import disk_full_named, fsync_folder, held, sha256_file, write_atomically
 from jobs.storage.local_files import LocalFiles
 from jobs.storage.manifest import CLAIM, MANIFEST, WANTED, FileEntry, Manifest, UploadState
-from jobs.storage.s3 import S3Destination
 
 PROBED_BYTES, SMALLEST_PART_MIB = 12 << 20, 5  # three parts, the last one short
 FILES_AT_ONCE = 4
@@ -351,9 +350,6 @@ def _remote_manifest(place: Destination) -> Manifest:
     content = place.read_small(MANIFEST)
     if content is not None:
         return Manifest.parse(content, where=f"{place.uri}/{MANIFEST}")
-    if isinstance(place, S3Destination):
-        with place.hold():  # a missing bucket or wrong credentials are named as such
-            pass
     if place.read_small(CLAIM) is not None:
         raise MustFix(
             "The publication there is not complete: its upload was begun and has no manifest yet",

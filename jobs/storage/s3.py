@@ -25,7 +25,7 @@ from jobs.settings import PushSettings
 from jobs.storage.local_files import LocalFiles
 from jobs.storage.manifest import FileEntry, UploadState
 from jobs.storage.multipart import MultipartUploads, integrity
-from jobs.storage.s3_client import ABSENT, NO_ANSWER, NO_PERMISSION, Body, BrokenOff, clients_for, error_code, explained
+from jobs.storage.s3_client import ABSENT, NO_ANSWER, Body, BrokenOff, clients_for, error_code, explained
 
 _BLOCK = 1 << 18  # bytes: read, written and hashed while they are in a core's cache
 
@@ -51,31 +51,12 @@ class S3Destination:
         except (ClientError, BotoCoreError) as error:
             raise explained(error, self.uri) from None
 
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """A bucket has no lock; the claim in it (see bucket.publish) does what can be done."""
-        self._require_bucket()
-        yield
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        """A bucket has no lock; the claim in it (see bucket.publish) does what can be done.
 
-    def _require_bucket(self) -> None:
-        """A 404 of an object does not say whether the bucket is there, so ask for the bucket itself."""
-        try:
-            self.client.head_bucket(Bucket=self.bucket)
-        except ClientError as error:
-            if error_code(error) in ABSENT:
-                raise MustFix(
-                    "The bucket does not exist", where=self.uri, remedy="create it, or correct the address"
-                ) from None
-            if error_code(error) in NO_PERMISSION | {"400"}:
-                self._explain_bodyless_refusal()
-            raise explained(error, self.uri) from None
-        except BotoCoreError as error:
-            raise explained(error, self.uri) from None
-
-    def _explain_bodyless_refusal(self) -> None:
-        """HEAD has no body, so its 403 names no reason; a GET of the same bucket does."""
-        with self._explaining():
-            self.client.list_objects_v2(Bucket=self.bucket, Prefix=self.key(""), MaxKeys=1)
+        Whether the bucket is there and lets us in, the first GET or PUT says in its body; a HEAD has none.
+        """
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _absent_is(self, answer: Callable[[], None] = lambda: None) -> Iterator[None]:

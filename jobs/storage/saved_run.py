@@ -127,6 +127,7 @@ class RunSaver:
         self.token = uuid.uuid4().hex
         self._claimed = False
         self._there: set[str] = set()  # blocks known to be at the place
+        self._turns: dict[str, threading.Lock] = {}  # of blocks that are being looked for or sent
         self._files: dict[str, dict[str, Any]] = {}  # as in state.json
         self._sent = 0
         self._lock = threading.Lock()
@@ -254,13 +255,18 @@ class RunSaver:
         with self._lock:
             if block in self._there:
                 return block
-        found = self.place.found(object_of(block))
-        if found is None or found[0] != len(data):
-            self.place.write_small(object_of(block), data, should_stop=should_stop)
+            turn = self._turns.setdefault(block, threading.Lock())  # several threads may read equal blocks: one sends
+        with turn:
+            if block in self._there:
+                return block
+            found = self.place.found(object_of(block))
+            if found is None or found[0] != len(data):
+                self.place.write_small(object_of(block), data, should_stop=should_stop)
+                with self._lock:
+                    self._sent += len(data)
             with self._lock:
-                self._sent += len(data)
-        with self._lock:
-            self._there.add(block)
+                self._there.add(block)
+                self._turns.pop(block, None)
         return block
 
 

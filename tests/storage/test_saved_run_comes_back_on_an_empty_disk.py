@@ -179,6 +179,23 @@ def test_another_runs_paid_work_is_not_overwritten(place, tmp_path):
     saver(other, place, run_id="two").save()  # a finished one may be replaced
 
 
+@on_a_bucket_and_a_folder
+def test_rows_that_are_not_written_yet_cost_one_block(place, tmp_path):
+    """A shard has its full size from the start: what is sent are the blocks with rows in them and one of zeros."""
+    run, rows = make_run(tmp_path / "run"), os.urandom(MIB)
+    shard = run / "states" / "train" / "shard-00000.safetensors"
+    shard.parent.mkdir(parents=True)
+    with open(shard, "wb") as file:
+        file.write(rows)
+        file.truncate(64 * MIB)
+    before = saver(make_run(tmp_path / "without", run_id="two"), (f"{place[0]}-without", place[1]), run_id="two").save().bytes_sent
+    done = saver(run, place).save()
+    assert done.bytes > 64 * MIB and done.bytes_sent - before <= 3 * place[1].part_mib * MIB  # the last one is shorter
+    restore(place[0], tmp_path / "back", place[1])
+    back = (tmp_path / "back/states/train/shard-00000.safetensors").read_bytes()
+    assert back == rows + bytes(63 * MIB)
+
+
 def test_the_place_beside_a_head():
     assert place_beside("s3://bucket/kimi/head") == "s3://bucket/kimi/head.run"
     assert place_beside("s3://bucket") == "s3://bucket/run"
