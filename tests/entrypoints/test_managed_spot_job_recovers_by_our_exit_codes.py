@@ -16,10 +16,12 @@ from jobs.errors import EXIT_MUST_FIX, EXIT_TRY_AGAIN
 from jobs.settings import load
 
 TASK = yaml.safe_load((Path(__file__).parents[2] / "entrypoints" / "managed-spot.yaml").read_text())
-DOCKER = """#!/bin/sh
-while [ "$1" != eagle3-job:gpu ]; do shift; done
-shift
-exec {python} -m entrypoints.cli "$@" --dry-run --json
+DOCKER = """#!{python}
+import os, sys
+image = sys.argv.index("eagle3-job:gpu")
+named = [sys.argv[place + 1] for place in range(image) if sys.argv[place] == "--env"]
+inside = {{name: value for name, value in os.environ.items() if name in named or not name.startswith(("EAGLE3_", "AWS_", "HF_"))}}
+os.execve(sys.executable, [sys.executable, "-m", "entrypoints.cli", *sys.argv[image + 1 :], "--dry-run", "--json"], inside)
 """
 
 
@@ -35,12 +37,16 @@ def test_secrets_have_no_value_and_settings_exist():
     assert load("hero", environment=named).push.uri == "s3://bucket/x"
 
 
-@pytest.mark.parametrize(("uri", "expected"), [("s3://bucket/head", 0), ("gs://bucket/head", 78)])
-def test_the_script_runs_the_job_and_passes_its_exit_code_on(tmp_path, uri, expected):
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({"PUSH__URI": "s3://bucket/head"}, 0), ({"PUSH__URI": "gs://bucket/head"}, 78), ({"PUSH__URI": "s3://bucket/head", "PUSH__PART_MIB": "1"}, 78)],
+)
+def test_the_script_runs_the_job_and_passes_its_exit_code_on(tmp_path, settings, expected):
+    """With every setting that is among the variables: another endpoint is one that nobody has foreseen."""
     docker = tmp_path / "docker"
     docker.write_text(DOCKER.format(python=sys.executable))
     docker.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), **{k: v or "" for k, v in TASK["envs"].items()}}
-    done = subprocess.run(["bash", "-c", TASK["run"]], env=environment | {"EAGLE3_PUSH__URI": uri}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", TASK["run"]], env=environment | {f"EAGLE3_{name}": value for name, value in settings.items()}, capture_output=True, text=True, timeout=120)
     assert done.returncode == expected, done.stderr
     assert (tmp_path / "eagle3-data").is_dir()

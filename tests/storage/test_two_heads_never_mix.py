@@ -5,7 +5,7 @@ import os
 import pytest
 from publications import MIB, contents, killed_at, make_head
 
-from jobs.errors import JobError, MustFix
+from jobs.errors import JobError, MustFix, TryAgain
 from jobs.storage.bucket import publish, pull
 
 
@@ -52,6 +52,24 @@ def test_the_same_run_may_publish_a_new_head_over_its_own_killed_upload(place, t
     assert published.bytes_sent == published.bytes
     pull(uri, tmp_path / "back", settings)
     assert contents(tmp_path / "back") == contents(second)
+
+
+@pytest.mark.parametrize(("content", "sentence"), [(b"short", "model.safetensors arrived as 5 bytes instead of"), (None, "model.safetensors was changed by somebody else")])
+def test_what_stands_there_is_looked_at_before_the_manifest(bucket, server, settings, tmp_path, content, sentence):
+    """Somebody puts another object under the name while the head is being published: no manifest speaks of it, and the next call mends it."""
+    uri, head, state = f"s3://{bucket}/head", make_head(tmp_path / "head", 1), tmp_path / "push.json"
+    other = content or (make_head(tmp_path / "other", 2) / "model.safetensors").read_bytes()
+
+    def meanwhile(done, total):
+        if done == total:
+            server.client().put_object(Bucket=bucket, Key="head/model.safetensors", Body=other, Metadata={"sha256": "0" * 64})
+
+    with pytest.raises(TryAgain, match=sentence):
+        publish(head, uri, settings, state=state, progress=meanwhile)
+    assert "head/manifest.json" not in server.keys(bucket)
+    publish(head, uri, settings, state=state)
+    pull(uri, tmp_path / "back", settings)
+    assert contents(tmp_path / "back") == contents(head)
 
 
 def test_two_publishers_at_the_same_time(place, tmp_path):
