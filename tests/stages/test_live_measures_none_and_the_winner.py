@@ -100,8 +100,9 @@ def test_the_engines_counters_are_those_of_a_head_known_by_construction(measured
 
 @pytest.mark.slow
 def test_a_server_that_dies_costs_its_own_measurement_only(measured):
-    _, error, found = measured
+    context, error, found = measured
     assert error.exit_code == 75
+    assert context.loads == context.run.ledger["verifier_loads"] == 2, "each server is a load of the verifier, and is counted as one"
     assert "3 of 4 live measurements were made: The live server died with signal SIGKILL" in str(error) and "\n" not in str(error)
     assert list(found["ways"]["none"]["runs"]) == ["1"] and "SIGKILL" in found["ways"]["none"]["error"]
     assert found["speedup"].keys() == {"1"}
