@@ -86,11 +86,11 @@ def _short(value):
 # ------------------------------------------------------------------ one GPU
 
 
-def ours(bench: Bench, rows: int, extra: bool, name: str = "ours") -> None:
+def ours(bench: Bench, rows: int, extra: bool, name: str = "ours", fp8: bool = False) -> None:
     """Our step at one size; extra: also samples of 503 tokens, and an epoch that has rows to decide."""
     began = time.perf_counter()
-    made = Ours(bench.config, rows, Ranks(0, 1, bench.device), bench.folder)
-    if name != "ours":  # PyTorch's own choice of what the backward pass finds ready
+    made = Ours(bench.config, rows, Ranks(0, 1, bench.device), bench.folder, fp8=fp8)
+    if name == "ours.kept_by_default":  # PyTorch's own choice of what the backward pass finds ready
         torch._functorch.config.ban_recompute_materialized_backward = True
     feed = made.feed(documents_of(rows, 512))
     made.steps(feed, 1)
@@ -193,6 +193,7 @@ def one_gpu(bench: Bench) -> None:
     bench.attempt("ours", 60, ours, bench, first, True)
     bench.attempt("floor", 15, floor, bench, first)
     bench.attempt("ours", 50, ours, bench, second, False)
+    bench.attempt("ours.fp8", 60, ours, bench, first, False, "ours.fp8", True)
     one = (512, (SAMPLE,), "speculators.one_503_token_sample")
     size = lambda rows: (rows, documents_of(rows, 512), "speculators")  # noqa: E731
     bench.attempt("speculators", 60, peer, bench, [size(second), one, size(2048), size(first)])
@@ -261,18 +262,26 @@ def several(bench: Bench) -> None:
 
 
 def _exchange_rate(bench: Bench, ranks: Ranks) -> dict[str, float]:
-    """Milliseconds that the gradients of one step take from rank to rank, in fp32 and in bf16."""
+    """Milliseconds that the gradients of one step take from rank to rank, in fp32 and in bf16: summed everywhere, and in the
+    two halves of which a step consists, gradients reduced and scattered, weights gathered."""
     figures = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         numbers = 1_190_000_000 if bench.options.size == "real" else 1_000_000
-        gradients = torch.ones(numbers, dtype=dtype, device=ranks.device)
-        for number in range(6):
-            if number == 2:
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-            ranks.sum(gradients)
-        torch.cuda.synchronize()
-        figures[f"{name}_ms"] = 1e3 * (time.perf_counter() - began) / 4
+        gradients = torch.ones(numbers // ranks.world * ranks.world, dtype=dtype, device=ranks.device)
+        share = gradients.chunk(ranks.world)[ranks.rank]
+        ways = {
+            "": lambda g=gradients: ranks.sum(g),
+            "reduce_scatter_": lambda g=gradients, s=share: torch.distributed.reduce_scatter_tensor(s, g),
+            "all_gather_": lambda g=gradients, s=share: torch.distributed.all_gather_into_tensor(g, s),
+        }
+        for way, exchange in ways.items():
+            for number in range(6):
+                if number == 2:
+                    torch.cuda.synchronize()
+                    began = time.perf_counter()
+                exchange()
+            torch.cuda.synchronize()
+            figures[f"{name}_{way}ms"] = 1e3 * (time.perf_counter() - began) / 4
         figures[f"{name}_gb"] = gradients.nbytes / 1e9
     return figures
 
