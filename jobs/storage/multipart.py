@@ -90,21 +90,21 @@ class MultipartUploads:
     def _continue_or_begin(self, key: str, entry: FileEntry, local: LocalFiles, state: UploadState) -> tuple[str, int, Parts]:
         """(upload id, its bytes a part, the parts that are there).
 
-        Parts of another content are given up, and those of a file written since: they may have been sent
-        before it was hashed.
+        Parts of another content are given up, those of a file written since (they may have been sent before it was
+        hashed), and those of an upload that was declared under another `push.checksums`.
         """
-        known, written = state.upload(entry.name), local.written_ns(entry)
+        known, written, checksums = state.upload(entry.name), local.written_ns(entry), self.settings.checksums
         if known.get("upload_id"):
-            if (known.get("sha256"), known.get("mtime_ns")) == (entry.sha256, written):
+            if (known.get("sha256"), known.get("mtime_ns"), known.get("checksums")) == (entry.sha256, written, checksums):
                 parts = self._parts_there(key, entry, known["upload_id"], known["part_bytes"])
                 if parts is not None:
                     return known["upload_id"], known["part_bytes"], parts
             else:
                 self.abort(key, known["upload_id"])
         part_bytes = self.part_bytes(entry.bytes)
-        declared = {} if self.settings.checksums == "when_required" else {"ChecksumAlgorithm": "CRC32"}
+        declared = {} if checksums == "when_required" else {"ChecksumAlgorithm": "CRC32"}
         answer = self.client.create_multipart_upload(Bucket=self.bucket, Key=key, Metadata={"sha256": entry.sha256}, **declared)
-        state.record(entry, part_bytes=part_bytes, upload_id=answer["UploadId"], mtime_ns=written)
+        state.record(entry, part_bytes=part_bytes, upload_id=answer["UploadId"], mtime_ns=written, checksums=checksums)
         return answer["UploadId"], part_bytes, {}
 
     def _parts_there(self, key: str, entry: FileEntry, upload_id: str, part_bytes: int) -> Parts | None:

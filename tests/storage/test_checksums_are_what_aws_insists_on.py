@@ -36,6 +36,16 @@ def test_a_killed_upload_is_continued_and_completed(aws, moto, tmp_path, checksu
     assert contents(tmp_path / "back") == contents(head)
 
 
+def test_an_upload_begun_under_another_setting_begins_anew(aws, moto, tmp_path):
+    before, after = (settings_for(aws.endpoint_url, checksums) for checksums in ("when_required", "when_supported"))
+    moto.make_bucket("changed-setting")
+    head, state = make_head(tmp_path / "head", 1), tmp_path / "push.json"
+    killed_at(6 * MIB, lambda progress: publish(head, "s3://changed-setting/head", before, state=state, progress=progress))
+    publish(head, "s3://changed-setting/head", after, state=state)
+    pull("s3://changed-setting/head", tmp_path / "back", after)
+    assert contents(tmp_path / "back") == contents(head)
+
+
 @pytest.mark.parametrize("checksums", ["when_required", "when_supported"])
 def test_bytes_changed_on_the_way_are_refused_by_the_server(aws, moto, tmp_path, checksums):
     uri = f"s3://changed-{checksums.replace('_', '-')}/head"
