@@ -53,7 +53,8 @@ def trained(size: str, every: int, folder: Path) -> dict[str, float]:
     step = sorted(tokens / line["tokens_per_second"] for line in logged)[len(logged) // 2]
     saves = -(-steps // every)
     return {
-        "parameters": sum(p.numel() for p in head.parameters() if p.requires_grad), "checkpoint_bytes": sum(f.stat().st_size for f in (folder / "run" / result.checkpoint).iterdir()),
+        "parameters": sum(p.numel() for p in head.parameters() if p.requires_grad),
+        "checkpoint_bytes": sum(file.stat().st_size for file in (folder / "run" / result.checkpoint).iterdir()),
         "step_seconds": step, "seconds_a_checkpoint": result.checkpoint_seconds / saves, "steps_a_checkpoint": result.checkpoint_seconds / saves / step,
         "share_at_200_steps": result.checkpoint_seconds / saves / step / 200, "share_here": result.checkpoint_seconds / result.seconds, "every": every,
     }  # fmt: skip
