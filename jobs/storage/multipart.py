@@ -15,10 +15,9 @@ import hashlib
 import math
 import queue
 import threading
-import time
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from typing import Any
 
 from botocore.exceptions import ClientError
@@ -28,11 +27,11 @@ from jobs.settings import PushSettings
 from jobs.storage.local_files import LocalFiles, Reading
 from jobs.storage.manifest import FileEntry, UploadState
 from jobs.storage.s3_client import ABSENT, Body, BrokenOff, error_code, http_status
+from jobs.storage.senders import LOOK_SECONDS, Grace, Senders, settled
 
 MIB = 1 << 20
 LARGEST_PART_NUMBER = 10_000
 PARTS_A_THREAD, SMALL_PART_MIB = 4, 8  # so many at least, unless the parts became smaller than that
-STOP_SECONDS = 5.0  # for parts on their way when the upload is stopped; on a slow link they would take minutes
 READ_AHEAD = 4  # buffers beside one a thread: as many as files are read at once
 
 Sent = Callable[[int], None]  # (bytes more)
@@ -44,7 +43,7 @@ class MultipartUploads:
 
     def __init__(self, client: Any, sending: Any, bucket: str, settings: PushSettings, uri: str):
         self.client, self.sending, self.bucket, self.settings, self.uri = client, sending, bucket, settings, uri
-        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="upload")
+        self._senders = Senders(settings.threads, "upload")
         # The one used last comes first: it is still in the cache, and most are never needed on a slow link.
         self._buffers: queue.LifoQueue[bytearray] = queue.LifoQueue()
         for _ in range(settings.threads + READ_AHEAD):
@@ -132,7 +131,7 @@ class MultipartUploads:
         should_stop: Callable[[], bool],
     ) -> None:
         """Read all of the file, send the parts that are not in `parts`, `threads` at a time, and enter them there."""
-        failed, broken_off = threading.Event(), _Grace(should_stop)
+        failed, broken_off = threading.Event(), Grace(should_stop)
 
         def send(number: int, data: bytearray) -> None:
             try:
@@ -162,22 +161,33 @@ class MultipartUploads:
                         break
                     if number in there:
                         reading.skip(size)
-                    else:
-                        futures.append(self._pool.submit(send, number, self._filled(reading, size)))
+                        continue
+                    data = self._filled(reading, size, lambda: failed.is_set() or broken_off())
+                    if data is None:
+                        break
+                    futures.append(self._senders.submit(send, number, data))
                 else:
                     reading.compare()
         except BaseException:
             failed.set()
             raise
         finally:
-            wait(futures)
+            all_ended = settled(futures, broken_off)
+        if not all_ended:
+            raise Interrupted("The upload was stopped", where=self.uri, remedy="run the same command to go on")
         errors = [error for future in futures if (error := future.exception())]
         for error in sorted(errors, key=lambda error: isinstance(error, Interrupted)):  # the cause before its consequences
             raise error
 
-    def _filled(self, reading: Reading, size: int) -> bytearray:
-        """The next bytes, in a buffer that `send` gives back."""
-        buffer = self._buffers.get()
+    def _filled(self, reading: Reading, size: int, give_up: Callable[[], bool]) -> bytearray | None:
+        """The next bytes, in a buffer that `send` gives back; None where none became free before `give_up`."""
+        while True:
+            try:
+                buffer = self._buffers.get(timeout=LOOK_SECONDS)
+                break
+            except queue.Empty:
+                if give_up():
+                    return None
         try:
             if len(buffer) != size:
                 buffer = bytearray(size)
@@ -193,19 +203,6 @@ class MultipartUploads:
         except ClientError as error:
             if http_status(error) >= 500:
                 raise
-
-
-class _Grace:
-    """Whether `should_stop` has been true for STOP_SECONDS."""
-
-    def __init__(self, should_stop: Callable[[], bool]):
-        self._should_stop, self._since = should_stop, math.inf
-
-    def __call__(self) -> bool:
-        if not self._should_stop():
-            return False
-        self._since = min(self._since, time.monotonic())
-        return time.monotonic() - self._since >= STOP_SECONDS
 
 
 def integrity(data: bytes | bytearray, settings: PushSettings) -> dict[str, str]:

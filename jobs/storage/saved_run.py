@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from jobs.errors import Interrupted, MustFix
 from jobs.settings import PushSettings
 from jobs.storage.destination import Destination, destination
 from jobs.storage.files import write_json_atomically
+from jobs.storage.senders import Grace, Senders, settled
 
 VERSION = 1
 STATE, OWNER, BLOCKS = "state.json", "owner.json", "blocks"
@@ -123,6 +124,7 @@ class RunSaver:
         self.folder, self.uri, self.settings = Path(folder), uri, settings
         self.run_id, self.states = run_id, states
         self.place = destination(uri, settings)
+        self._senders = Senders(min(settings.threads, MOST_THREADS), "save")
         self.block_bytes = settings.part_mib << 20
         self.token = uuid.uuid4().hex
         self._claimed = False
@@ -221,8 +223,17 @@ class RunSaver:
 
     def _send(self, paths: list[Path], should_stop: Callable[[], bool]) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        with ThreadPoolExecutor(min(self.settings.threads, MOST_THREADS), thread_name_prefix="save") as pool:
-            sending: dict[str, tuple[dict[str, Any], list[Future]]] = {}
+        failed = threading.Event()
+
+        def send(path: Path, start: int, size: int) -> str:
+            try:
+                return self._send_block(path, start, size, lambda: failed.is_set() or should_stop())
+            except BaseException:
+                failed.set()
+                raise
+
+        sending: dict[str, tuple[dict[str, Any], list[Future]]] = {}
+        try:
             for path in paths:
                 name, now, stat = str(path.relative_to(self.folder)), time.time_ns(), path.stat()
                 known = self._files.get(name)
@@ -230,23 +241,30 @@ class RunSaver:
                     found[name] = known
                     continue
                 starts = range(0, stat.st_size, self.block_bytes)
-                sizes = [min(self.block_bytes, stat.st_size - start) for start in starts]
-                futures = [pool.submit(self._send_block, path, start, size, should_stop) for start, size in zip(starts, sizes, strict=True)]
+                futures = [self._senders.submit(send, path, start, min(self.block_bytes, stat.st_size - start)) for start in starts]
                 # Written within the clock's tick of being read, it may be changed once more without a new time.
-                settled = now - stat.st_mtime_ns > SETTLED_NS
-                sending[name] = ({"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "settled": settled, "block_bytes": self.block_bytes}, futures)
-            try:
-                for name, (file, futures) in sending.items():
-                    found[name] = file | {"blocks": [future.result() for future in futures]}
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return found
+                at_rest = now - stat.st_mtime_ns > SETTLED_NS
+                sending[name] = ({"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "settled": at_rest, "block_bytes": self.block_bytes}, futures)
+        except BaseException:
+            failed.set()
+            raise
+        finally:
+            all_futures = [future for _, futures in sending.values() for future in futures]
+            all_ended = settled(all_futures, Grace(should_stop))
+        if not all_ended:
+            raise self._stopped()
+        errors = [error for future in all_futures if (error := future.exception())]
+        for error in sorted(errors, key=lambda error: isinstance(error, Interrupted)):  # the cause before its consequences
+            raise error
+        return found | {name: file | {"blocks": [future.result() for future in futures]} for name, (file, futures) in sending.items()}
+
+    def _stopped(self) -> Interrupted:
+        return Interrupted("The save was stopped", where=self.uri, remedy="the state saved before still stands")
 
     def _send_block(self, path: Path, start: int, size: int, should_stop: Callable[[], bool]) -> str:
         """The sha256 of a block that is at the place now."""
         if should_stop():
-            raise Interrupted("The save was stopped", where=self.uri, remedy="the state saved before still stands")
+            raise self._stopped()
         with open(path, "rb") as file:
             data = os.pread(file.fileno(), size, start)
         if len(data) != size:
