@@ -65,17 +65,24 @@ def test_redo_pays_again_and_keeps_what_was_there(finished):
     assert kept[0].read_bytes() != (finished / "trained" / "model.safetensors").read_bytes()
 
 
-def test_a_no_go_of_the_gate_ends_well_and_publishes_nothing(tmp_path):
+def test_a_no_go_of_the_gate_ends_well_and_a_forced_run_starts_from_the_existing_head(finished, tmp_path):
     folder = tmp_path / "run"
-    result = run(folder, "gate.train_if_best_below=1.001")
-    assert result["status"] == "no_go" and result["exit_code"] == 0 and result["published"] is None
+    existing = (f'heads.candidates=[{{name="existing", model="{finished / "head"}"}}]', "heads.warm_start=best")
+    result = run(folder, "gate.train_if_best_below=1.001", *existing)
+    assert result["status"] == "no_go" and result["exit_code"] == 0 and result["published"] is None, result["error"]
     assert result["stages"]["generate.train"]["state"] == "skipped"
     ledger = json.loads((folder / "run.json").read_text())
-    assert ledger["gate"]["verdict"] == "no_go" and "train_if_best_below" in ledger["gate"]["why"]
+    assert ledger["gate"]["verdict"] == "no_go" and "train_if_best_below" in ledger["gate"]["why"] and "are saved" in ledger["gate"]["why"]
     assert not (folder / "published" / "manifest.json").exists() and (folder / "report.html").exists()
+    judged = json.loads((folder / "baseline.json").read_text())["heads"]
+    assert set(judged) == {"untrained", "ngram", "existing"} and set(judged["existing"]["readings"]) == {"2-5-7", "3-6-8"}
     forced = run(folder, arguments=("--force",))
     assert forced["status"] == "done" and forced["published"], forced["error"]
     assert json.loads((folder / "run.json").read_text())["gate"]["forced"] is True
+    told = [json.loads(line).get("text", "") for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert any("warm start from existing, taps read as" in text for text in told)
+    assert "over_existing" in json.loads((folder / "evaluation.json").read_text())["gains"]
+    assert "warm start: existing" in (folder / "head" / "README.md").read_text()
 
 
 def test_a_trial_decides_on_a_slice_that_is_reused(tmp_path):
