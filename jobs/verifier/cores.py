@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 # Longest wait for an answer before the caller looks up again, and between two looks whether the cores live.
 STEP_SECONDS = 0.05
 LIVE_SECONDS = 0.5
+END_SECONDS = 10
 
 
 class Answered(NamedTuple):
@@ -148,9 +149,16 @@ class Replicas:
         return get_metrics_snapshot()
 
     def close(self) -> None:
-        """End every process of the engine, whatever it is doing."""
+        """End every process of the engine, whatever it is doing; returns when they have ended."""
         llm, self.llm, self.process = self.llm, None, None
-        llm.shutdown()
+        resources = llm.engine_core.resources
+        processes = [*resources.engine_manager.processes, *([resources.coordinator.proc] if resources.coordinator else [])]
+        llm.shutdown()  # returns at once where vLLM has noticed a dead core and does so in a thread of its own
+        for process in processes:
+            process.join(timeout=END_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join(timeout=END_SECONDS)
         with contextlib.suppress(concurrent.futures.TimeoutError):
             asyncio.run_coroutine_threadsafe(self._end_tasks(), self._loop).result(timeout=10)
         self._loop.call_soon_threadsafe(self._loop.stop)
