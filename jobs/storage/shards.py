@@ -67,9 +67,9 @@ class StateLayout:
         object.__setattr__(self, "taps", tuple(int(tap) for tap in self.taps))
         _require_version(self.version)
         if self.dtype not in _TORCH_TYPES:
-            raise MustFix(f"State dtype {self.dtype} is unknown", remedy=f"use one of {', '.join(_TORCH_TYPES)}")
+            raise MustFix(f"State dtype {self.dtype} is unknown", where="store.json", remedy=f"use one of {', '.join(_TORCH_TYPES)}")
         if not self.taps or list(self.taps) != sorted(set(self.taps)):
-            raise MustFix(f"The taps {list(self.taps)} are not ascending", remedy="name each layer once, in order")
+            raise MustFix(f"The taps {list(self.taps)} are not ascending", where="store.json", remedy="name each layer once, in order")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -123,6 +123,7 @@ def _require_version(version: object) -> None:
     if version != VERSION:
         raise MustFix(
             f"State store version {version} is not the version {VERSION} this program reads",
+            where="store.json",
             remedy="use the program version that wrote it",
         )
 
