@@ -13,7 +13,6 @@ gives multipart objects no `-N` ETag. What must hold, must hold on both.
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,8 @@ from typing import IO
 
 import boto3
 from botocore.client import Config
+
+from jobs.ports import free_port
 
 ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key"
 
@@ -64,12 +65,6 @@ class S3Server:
 
     def keys(self, bucket: str) -> set[str]:
         return {item["Key"] for item in self.client().list_objects_v2(Bucket=bucket).get("Contents", [])}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager

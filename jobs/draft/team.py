@@ -19,7 +19,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ from jobs.draft.model import Eagle3Head, VerifierWeights
 from jobs.draft.ranks import joined, refuse_idle
 from jobs.draft.work import Work, prepared
 from jobs.errors import JobError, TryAgain
+from jobs.ports import free_port
 from jobs.settings import TrainSettings
 from jobs.storage.states import StateStore
 
@@ -58,9 +58,7 @@ def together(settings: TrainSettings, folder: Path) -> Iterator[None]:
             yield
         return
     refuse_idle(world, settings.accumulate)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     spawn = multiprocessing.get_context("spawn")
     others = [spawn.Process(target=_started, args=(group, rank, settings.device, settings.accumulate), daemon=True) for rank in range(1, world)]

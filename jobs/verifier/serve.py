@@ -14,7 +14,6 @@ import os
 import select
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.errors import TryAgain
+from jobs.ports import free_port
 from jobs.settings import VerifierSettings
 from jobs.verifier.engine import prepare_environment
 from jobs.verifier.facts import VerifierFacts
@@ -76,7 +76,7 @@ def served(
     Raises:
         TryAgain: it ended, or did not answer in time.
     """
-    port = _free_port()
+    port = free_port()
     command = [*VLLM, "serve", str(model), *serve_arguments(model, settings, speculative, seed), "--host", "127.0.0.1", "--port", str(port)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -227,12 +227,6 @@ def _environment(model: Path, settings: VerifierSettings) -> dict[str, str]:
     prepare_environment(settings, VerifierFacts.read(model))
     # This process' engine may run without a core process of its own, a server cannot.
     return {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _ending(code: int) -> str:

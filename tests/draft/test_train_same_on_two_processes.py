@@ -2,7 +2,6 @@
 weights to rounding; more processes than packed rows a step are refused."""
 
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -12,12 +11,12 @@ from safetensors.torch import load_file
 from synthetic_states import make_store
 from train_in_process import lines, start, wait
 
+from jobs.ports import free_port
+
 
 def run(states: Path, folder: Path, world: int, kill_at: int | None = None, **changes) -> tuple[list[int], str]:
     """(exit codes, standard error of all) of as many processes as torchrun would start; kill_at: SIGKILL for all of them after that step."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         start(states, folder, environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **changes)

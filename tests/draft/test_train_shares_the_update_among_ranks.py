@@ -3,7 +3,6 @@ rounding, and AdamW's moments are put together and cut again for any number of r
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from train_in_process import PRELOADED
 
 from jobs.draft.ranks import joined
 from jobs.draft.update import Update
+from jobs.ports import free_port
 from jobs.settings import TrainSettings
 
 # Divided by 2, 3 and 4; by 2 and 4; by 3 only; by none of them.
@@ -62,16 +62,14 @@ def _rank(rank: int, world: int, port: int, out: Path, restored: Path | None, st
 
 def run(out: Path, world: int, restored: Path | None = None, steps: range = range(STEPS)) -> Path:
     out.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(PRELOADED)
     processes = [server.Process(target=_rank, args=(rank, world, port, out, restored, steps)) for rank in range(world)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(300)
         assert process.exitcode == 0
     for rank in range(1, world):
         for file in ("weights", "told"):

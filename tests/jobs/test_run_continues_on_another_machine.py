@@ -7,7 +7,6 @@ One real run against a real S3 server, with a real webhook and a real command at
 import datetime
 import json
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -17,6 +16,8 @@ from s3_servers import moto_server
 from safetensors.torch import load_file
 from small_smoke import finish, kill, start, wait_for
 from webhook_server import webhook
+
+from jobs.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -94,10 +95,7 @@ def test_two_machines_train_together_what_one_trained(story, tmp_path):
         ledger["stages"]["train"]["state"] = "pending"
         (tmp_path / name / "run.json").write_text(json.dumps(ledger))
     untouched = (tmp_path / "second/run.json").read_bytes()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     machines = [
         subprocess.Popen([*torchrun, "--node-rank", str(rank), "-m", "entrypoints.cli", "stage", "train", "--run-dir", str(tmp_path / name), "--set", "push.backup=off"], stderr=subprocess.PIPE, text=True)
         for rank, name in enumerate(("first", "second"))

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from captured import assert_equals_reference  # noqa: E402
 from deepseek_reference import Reference  # noqa: E402
 
 from jobs.errors import TryAgain  # noqa: E402
+from jobs.ports import free_port  # noqa: E402
 from jobs.settings import VerifierSettings  # noqa: E402
 from jobs.stages import generate  # noqa: E402
 from jobs.storage.states import StateStore  # noqa: E402
@@ -47,9 +47,7 @@ class Served:
     """A `vllm serve` of the tiny verifier that is starting."""
 
     def __init__(self, folder: Path, number: int):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         settings = VerifierSettings(**SMALL["verifier"] | {"max_num_batched_tokens": UNSPLIT})
         prepare_environment(settings, VerifierFacts.read(CHECKPOINT))
         environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"} | {"OMP_NUM_THREADS": "1"}

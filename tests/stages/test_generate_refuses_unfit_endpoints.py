@@ -7,7 +7,6 @@ test_generate_answers_from_two_endpoints.py.
 import contextlib
 import io
 import json
-import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +15,7 @@ import pytest
 from generate_in_process import context_of, prepare, prompt
 
 from jobs.errors import MustFix, TryAgain
+from jobs.ports import free_port
 from jobs.reporting.display import Display
 from jobs.run import Context, RunDirectory
 from jobs.settings import load
@@ -108,9 +108,7 @@ def small():
 
 
 def nobody() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def settings(*urls, **more):

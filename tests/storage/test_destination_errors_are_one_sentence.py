@@ -5,9 +5,9 @@ import time
 
 import pytest
 from publications import make_head
-from s3_servers import free_port
 
 from jobs.errors import MustFix, TryAgain
+from jobs.ports import free_port
 from jobs.settings import PushSettings
 from jobs.storage.bucket import probe, publish, pull
 

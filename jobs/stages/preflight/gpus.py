@@ -11,13 +11,14 @@ import os
 import queue
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+
+from jobs.ports import free_port
 
 PROBE_SECONDS = 100  # compiling for a new architecture and NCCL's start take up to half a minute on a busy box
 REDUCE_SECONDS = 45
@@ -149,9 +150,7 @@ def _ranks(count: int, together: int) -> dict[tuple[int, str], Any]:
     """Answers of one process a GPU, as far as they came in time."""
     context = multiprocessing.get_context("spawn")
     answers: Any = context.Queue()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     ranks = [context.Process(target=_rank, args=(index, together, port, answers), daemon=True) for index in range(count)]
     for rank in ranks:
         rank.start()
