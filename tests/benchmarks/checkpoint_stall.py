@@ -36,9 +36,10 @@ SIZES = {  # hidden, FFN, heads, vocabulary, tokens a step, optimizer steps
 }
 
 
-def trained(size: str, every: int, folder: Path) -> dict[str, float]:
+def trained(size: str, every: int, folder: Path, steps: int | None = None) -> dict[str, float]:
     """A training with a checkpoint every so many steps: what the trainer itself says of it."""
-    hidden, ffn, heads, vocabulary, tokens, steps = SIZES[size]
+    hidden, ffn, heads, vocabulary, tokens, usual = SIZES[size]
+    steps = steps or usual
     language = Language.make(vocabulary=vocabulary, hidden=hidden)
     store = make_store(folder / "states", [(4, tokens // 2 - 3)] * 8, language=language, dtype="bfloat16")
     config = HeadConfig(vocabulary, vocabulary, hidden, ffn, heads, heads, hidden // heads, 1e-6, 1e6, None, store.layout.taps, True)
@@ -89,10 +90,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="middle")
     parser.add_argument("--every", type=int, default=8, help="optimizer steps between checkpoints")
+    parser.add_argument("--steps", type=int, help="optimizer steps in all; a checkpoint that is due before the last one is written holds training up")
     parser.add_argument("--megabytes", type=int, default=512, help="of the file whose writing is watched")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="checkpoint-stall-") as folder:
-        print(json.dumps({"what": "training", **trained(options.size, options.every, Path(folder))}), flush=True)
+        print(json.dumps({"what": "training", **trained(options.size, options.every, Path(folder), options.steps)}), flush=True)
         print(json.dumps({"what": "pause", **pauses(options.megabytes, Path(folder))}), flush=True)
 
 

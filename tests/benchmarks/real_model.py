@@ -11,7 +11,8 @@ settings file that it writes (and that can be run again by hand):
   speculators  speculators trains its own model on the train states of `first`: the same samples, epochs, packed
                length, draft vocabulary, head shape, peak and shape of the learning rate
   judge        ours and theirs by replay on the eval states of `first`, paired over the same prompts
-  warm-own     other prompts, a warm start from our own first head
+  fp8          training of `first` again on the same states with `train.fp8`
+  warm-own     other prompts, a warm start from our own first head, which also drafts while they are answered
   warm-theirs  the same answers again (their states by prefill), a warm start from speculators' head, ours beside it in the baseline
 
 Every figure is a line of OUT/figures.jsonl. A part that is done is not repeated: the product continues its own runs.
@@ -22,6 +23,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -31,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-PARTS = ("first", "speculators", "judge", "warm-own", "warm-theirs")
+PARTS = ("first", "speculators", "fp8", "judge", "warm-own", "warm-theirs")
 
 
 class Bench:
@@ -123,10 +125,10 @@ class Bench:
         heads = c["num_attention_heads"]
         return heads, c.get("num_key_value_heads", heads), c.get("head_dim") or c["hidden_size"] // heads, self.options.intermediate_size or c["intermediate_size"]
 
-    def job(self, settings: Path) -> dict[str, Any]:
+    def job(self, settings: Path, *arguments: str) -> dict[str, Any]:
         """`eagle3-job run FILE`; its figures are said and its result returned."""
         name = settings.stem
-        command = [sys.executable, "-m", "entrypoints.cli", "run", str(settings), "--run-dir", str(self.out / name), "--json"]
+        command = [sys.executable, "-m", "entrypoints.cli", "run", str(settings), "--run-dir", str(self.out / name), "--json", *arguments]
         output, wall, cpu = self.process(command, self.out / f"{name}.log")
         result = json.loads(output.splitlines()[-1])
         stages = {stage: round(entry.get("seconds") or 0.0, 1) for stage, entry in result["stages"].items()}
@@ -136,6 +138,8 @@ class Bench:
         baseline, evaluation = (json.loads((self.out / name / file).read_text()) for file in ("baseline.json", "evaluation.json"))
         for head, figure in (baseline["heads"] | evaluation["heads"]).items():
             self.say(f"{name}.{head}", **figure["acceptance_length"], rates=figure["rates"], domains={d: f["mean_acceptance_length"] for d, f in figure["groups"]["domain"].items()})
+            if "live" in figure:  # what vLLM counted while this head drafted for the eval split, and the replay over the same answers
+                self.say(f"{name}.{head}.counted", **figure["live"])
         self.say(f"{name}.gains", **evaluation["gains"])
         return result
 
@@ -176,8 +180,18 @@ class Bench:
     def theirs(self, name: str) -> Path:
         return self.out / f"speculators-{name}" / "checkpoints" / str(self.options.epochs - 1)
 
+    def fp8(self) -> None:
+        """The run directory of `first` once more, its shards shared, from training on."""
+
+        def copied(source: str, target: str) -> None:
+            (os.link if Path(source).name.startswith("shard-") else shutil.copy2)(source, target)
+
+        if not (self.out / "fp8").exists():
+            shutil.copytree(self.out / "first", self.out / "fp8", copy_function=copied)
+        self.job(self.settings("fp8", job={"name": "first"}, train={"fp8": True}, evaluate={"live": {"concurrencies": []}}), "--redo", "train")
+
     def judge(self) -> None:
-        """Both first heads in one pass over the eval states of `first`."""
+        """All heads trained on the states of `first` in one pass over its eval states."""
         import torch
 
         from jobs.draft.formats import load_head
@@ -190,7 +204,8 @@ class Bench:
 
         verifier, run = VerifierWeights.read(self.verifier), self.out / "first"
         store = StateStore(run / "states" / "eval")
-        folders = {"ours": run / "trained", **{f"speculators-{name}": self.theirs(name) for name in self.options.speculators}}
+        folders = {"ours": run / "trained", "fp8": self.out / "fp8" / "trained", **{f"speculators-{name}": self.theirs(name) for name in self.options.speculators}}
+        folders = {name: folder for name, folder in folders.items() if folder.exists()}
         heads = {name: load_head(folder, verifier=verifier, default_taps=self.taps()).to(torch.device(self.options.device)) for name, folder in folders.items()}
         began = time.perf_counter()
         judged = judge_heads({name: Candidate(head, self.taps()) for name, head in heads.items()}, store, own_ids(store), 3)
@@ -217,7 +232,9 @@ class Bench:
         self.job(path)
 
     def warm_own(self) -> None:
-        self._warm("warm-own", "ours", {"ours": self.out / "first" / "head"})
+        # On a CPU drafts of sampled answers cannot be verified.
+        drafts = self.options.device == "cuda" or self.options.temperature == 0
+        self._warm("warm-own", "ours", {"ours": self.out / "first" / "head"}, **({"speculate": "ours"} if drafts else {}))
 
     def warm_theirs(self) -> None:
         heads = {"ours": self.out / "first" / "head", "speculators": self.theirs(self.options.speculators[0])}
