@@ -197,7 +197,7 @@ class _Run:
         waited, read = ahead.waited, ahead.bytes
         shared = torch.zeros(4 * ttt_steps + 1, dtype=torch.float64, device=self.ranks.device)
         sums = shared[:-1].view(4, ttt_steps)
-        shared[-1] = float(asked_to_stop)
+        shared[-1:].fill_(asked_to_stop)  # an assignment would wait for the device
         samples: list[str] = []
         for _ in range(micro_rows):
             row, documents = ahead.next()

@@ -21,7 +21,6 @@ What is read from vLLM 0.16.0's `v1/worker/gpu_model_runner.py`, for whoever mov
 - vLLM gives request ids a random suffix; the sample's own id travels in `SamplingParams.extra_args`.
 """
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from jobs.storage.shards import encode
 from jobs.storage.states import StateLayout, StateWriter
 from jobs.storage.writer_group import Member
 from jobs.verifier import orphans
+from jobs.verifier.seeded_sampler import SeededSampler
 from jobs.verifier.state_thread import Ended, Span, Step, StoreThread
 
 SAMPLE_KEY = "eagle3_sample"  # extra_args: id of the sample the request's rows belong to
@@ -69,33 +69,10 @@ class Capture:
         if state is None:
             return self._sample_tokens(grammar_output)
         self._state = state
-        with self._discarded_generators_hidden():
-            return self._sample_tokens(grammar_output)
-
-    @contextlib.contextmanager
-    def _discarded_generators_hidden(self) -> Any:
-        """Keep `_bookkeeping_sync` from rewinding the generators of discarded samples.
-
-        Generators are seeded anew for every position, so there is nothing to rewind, and the
-        rewind raises on CPU (`CPU Generator does not use offset`).
-        """
-        self._hidden: dict[int, torch.Generator] = {}
-        try:
-            yield
-        finally:
-            self.runner.input_batch.generators.update(self._hidden)
+        return self._sample_tokens(grammar_output)
 
     def _around_sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
-        batch, runner = self.runner.input_batch, self.runner
-        drafts = spec_decode_metadata.num_draft_tokens if spec_decode_metadata is not None else [0] * batch.num_reqs
-        for index, generator in batch.generators.items():
-            seed = runner.requests[batch.req_ids[index]].sampling_params.seed
-            # The first token to be drawn. Counted from the last draft, a later step could come by the same numbers again.
-            generator.manual_seed(seed_at(seed, int(runner.seq_lens.np[index]) - drafts[index]))
         output = self._sample(logits, spec_decode_metadata)
-        for index in runner.discard_request_mask.np[: batch.num_reqs].nonzero()[0]:
-            if int(index) in batch.generators:
-                self._hidden[int(index)] = batch.generators.pop(int(index))
         state, self._state = self._state, None
         if self.is_open:
             with torch.inference_mode():
@@ -231,6 +208,10 @@ class CaptureExtension:
         if self._capture.sink is not None:
             self._capture.sink.discard(samples)
 
+    def draw_by_seed(self) -> None:
+        """Tokens are drawn by the seeds that requests bring along, from the next step on."""
+        SeededSampler(self.model_runner)
+
     def end_with_process(self, driver: int, others: list[int]) -> None:
         """End this engine, and `others` of its processes, when the process that started it ends (jobs/verifier/orphans.py)."""
         orphans.end_with(driver, others)
@@ -249,19 +230,6 @@ def _writes() -> bool:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank() == 0
-
-
-def seed_at(seed: int, position: int) -> int:
-    """A 63-bit seed for the token at `position` of a request seeded with `seed` (splitmix64).
-
-    Seeding every position anew makes an answer independent of chunks, preemption and neighbours in
-    the batch, which consume random numbers that are thrown away.
-    """
-    mask = (1 << 64) - 1
-    value = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-    return (value ^ (value >> 31)) >> 1
 
 
 def describe(error: BaseException) -> dict:

@@ -31,6 +31,7 @@ from jobs.verifier.loading import load_arguments
 from jobs.verifier.parallel import parallel
 from jobs.verifier.repetition import loops_now
 from jobs.verifier.requests import Finished, Request
+from jobs.verifier.seeded_sampler import SEED_KEY
 from jobs.verifier.watchdog import Watchdog
 
 __all__ = ["Finished", "Request", "VerifierEngine", "VerifierFacts"]
@@ -84,6 +85,7 @@ class VerifierEngine:
         refuse_too_large(self.model, settings, drafter)
         self._core = _start(arguments, self.model)
         self._llm = self._core.llm
+        self._rpc("draw_by_seed")
 
     # ------------------------------------------------------------------ the store
 
@@ -183,11 +185,14 @@ class VerifierEngine:
         extra = {SAMPLE_KEY: request.id} if self._open else {}
         if prefill:
             extra[LAST_TOKEN_KEY] = tokens[-1]
+        seed = request.seed if request.temperature > 0 else None
+        if seed is not None:
+            extra[SEED_KEY] = seed
         parameters = SamplingParams(
             max_tokens=1 if prefill else request.max_tokens,
             temperature=request.temperature,
             top_p=request.top_p,
-            seed=request.seed if request.temperature > 0 else None,
+            seed=seed if self.drafter else None,  # a generator of vLLM's for each request, which only the check of drafts needs
             stop_token_ids=list(request.stop_token_ids),
             ignore_eos=request.ignore_eos,
             # The engine computes its raw log-probability of the sampled token; the worker keeps it.

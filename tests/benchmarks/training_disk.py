@@ -84,18 +84,18 @@ def ours(made: Ours, folder: Path, epochs: int) -> list[dict[str, float]]:
 
 
 def theirs(made, folder: Path, rows: int, workers: int) -> list[dict[str, float]]:
-    """One epoch of speculators' dataset, collation and step at `rows` a step; the first ten steps (compilation) are not counted."""
+    """One epoch of speculators' dataset, collation and step at `rows` a step; not counted are the first steps, with what was read ahead while they compiled."""
     from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
     from torch.utils.data import DataLoader
 
     data = Eagle3SampleFileDataset(max_len=rows, datapath=str(folder), hidden_states_dtype=torch.bfloat16)
     batches = DataLoader(data, batch_size=rows // TOKENS, num_workers=workers, pin_memory=True, drop_last=True, collate_fn=create_collate_fn(rows))
     forget(folder)
-    used, began, number = 0, 0.0, 0
+    used, began, number, first = 0, 0.0, 0, 2 * workers + 4  # a worker has two batches ready
     for number, batch in enumerate(batches):
-        if number == 4:
+        if number == first:
             torch.cuda.synchronize()
             began, used = time.perf_counter(), 0
         made.step({name: value.to(made.device, non_blocking=True) for name, value in batch.items()}).item()
         used += int(batch["lengths"].sum())
-    return [{"rows": rows, "steps": number - 3, "tokens_per_second": used / (time.perf_counter() - began)}]
+    return [{"rows": rows, "steps": number + 1 - first, "tokens_per_second": used / (time.perf_counter() - began)}]

@@ -80,7 +80,7 @@ def make_store(
     generator = torch.Generator().manual_seed(seed)
     layout = StateLayout(TAPS, language.verifier.embedding.shape[1], dtype, "synthetic", "0" * 40, "0" * 64)
     with ResponseLog(folder) as log:
-        writer = StateWriter(folder, layout, shard_bytes=1 << 20, extent_rows=64)
+        writer = StateWriter(folder, layout, shard_bytes=max(1 << 20, 256 * layout.row_bytes), extent_rows=64)
         for number, (prompt, response) in enumerate(lengths):
             ids = language.write(prompt + response, generator)
             name = f"p{number:04d}#0"

@@ -1,0 +1,104 @@
+"""The sampler of the engine: vLLM's nucleus, the right frequencies, and a draw that depends on seed and logits alone."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from jobs.verifier.seeded_sampler import draw, exponential, highest_dropped, highest_dropped_by_sorting, seeds_at
+
+by_search, by_sorting = functools.partial(draw, limit=highest_dropped), functools.partial(draw, limit=highest_dropped_by_sorting)
+
+
+def halves(count: int, seed: int = 0) -> torch.Tensor:
+    """[count, 2] int32: the seeds of so many positions of one request."""
+    return torch.from_numpy(seeds_at(np.full(count, seed, np.uint64), np.arange(count)).view(np.int32).reshape(-1, 2).copy())
+
+
+def expected(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Probabilities after vLLM's own top-p."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    return apply_top_k_top_p(logits.clone(), None, torch.full((len(logits),), top_p)).softmax(-1)
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Standard deviations from what is expected, over the tokens that are expected at least 10 times."""
+    wanted = probabilities * counts.sum()
+    used = wanted >= 10
+    statistic = ((counts - wanted).square() / wanted)[used].sum().item()
+    return (statistic - used.sum().item()) / (2 * used.sum().item()) ** 0.5
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 0.01])
+@pytest.mark.parametrize("way", [by_search, by_sorting], ids=["search", "sorting"])
+def test_tokens_come_as_often_as_vllm_says(way, top_p):
+    torch.manual_seed(1)
+    logits, rows = torch.randn(1, 40) * 2.5, 100_000
+    counts = torch.bincount(way(logits.expand(rows, -1), halves(rows), torch.full((rows,), top_p)), minlength=40).double()
+    wanted = expected(logits, top_p)[0].double()
+    assert counts[wanted == 0].sum() == 0
+    assert abs(chi_square(counts, wanted)) < 5
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0, 12.0])
+@pytest.mark.parametrize("limit", [highest_dropped, highest_dropped_by_sorting])
+def test_the_nucleus_is_vllms(limit, spread):
+    """Row by row, apart from tokens whose cumulative probability is the limit up to rounding."""
+    torch.manual_seed(2)
+    logits = torch.randn(64, 5000) * spread
+    for top_p in (0.05, 0.6, 0.95, 0.999):
+        kept = logits > limit(logits, torch.full((64,), top_p))
+        wanted = expected(logits, top_p) > 0
+        assert kept.any(-1).all()
+        differ = (kept != wanted).sum(-1)
+        assert differ.max() <= 1 and differ.sum() <= 3
+
+
+def test_rows_do_not_depend_on_each_other_nor_on_the_batch():
+    torch.manual_seed(3)
+    logits, top_p = torch.randn(50, 300), torch.rand(50).clamp(min=0.1)
+    together = by_search(logits, halves(50), top_p)
+    assert together.tolist() == [by_search(logits[i : i + 1], halves(50)[i : i + 1], top_p[i : i + 1]).item() for i in range(50)]
+    assert together.tolist() == by_sorting(logits, halves(50), top_p).tolist()
+    assert together.tolist() != by_search(logits, halves(50, seed=1), top_p).tolist()
+
+
+def test_a_rare_token_is_drawn_as_seldom_as_it_should():
+    """1 in 2,000,000, which 24 random bits would hardly know."""
+    rows, tokens = 4000, 5000
+    e = torch.cat([exponential(halves(rows, seed), tokens).flatten() for seed in range(10)])  # 2e8
+    for below in (1e-7, 5e-7, 1e-5):
+        seen, wanted = (e < below).sum().item(), below * e.numel()
+        assert abs(seen - wanted) < 5 * wanted**0.5, (below, seen, wanted)
+    assert abs(e.mean().item() - 1) < 1e-3 and not e.isinf().any() and e.min() > 0
+
+
+def test_neighbouring_positions_and_seeds_have_nothing_in_common():
+    u = exponential(halves(2000), 200).neg().exp()  # uniform, [position, token]
+    for one, other in ((u[:-1], u[1:]), (u[:, :-1], u[:, 1:]), (u, exponential(halves(2000, seed=1), 200).neg().exp())):
+        together = torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1].item()
+        assert abs(together) < 5 / one.numel() ** 0.5
+
+
+def test_one_token_that_is_certain_is_drawn_and_masked_ones_never():
+    logits = torch.full((20_000, 30), -torch.inf)
+    logits[:, 7] = 0.0
+    assert (by_search(logits, halves(20_000), torch.full((20_000,), 0.95)) == 7).all()
+    assert (by_sorting(logits, halves(20_000), torch.ones(20_000)) == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_compiled_for_any_number_of_rows_it_draws_the_same():
+    from jobs.verifier.seeded_sampler import compiled
+
+    torch.manual_seed(4)
+    torch.compiler.set_stance("default")
+    for rows in (256, 2, 7, 300):
+        logits, top_p = torch.randn(rows, 32_768) * 3, torch.full((rows,), 0.95)
+        given = [x.cuda() for x in (logits, halves(rows), top_p)]
+        for x in given:
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        assert (compiled()(*given).cpu() == by_sorting(logits, halves(rows), top_p)).float().mean() > 0.99
