@@ -32,7 +32,7 @@ def seeds_at(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (value ^ (value >> np.uint64(31))) >> np.uint64(1)
 
 
-def draw(logits: torch.Tensor, seeds: torch.Tensor, top_p: torch.Tensor | None, limit: Callable[..., torch.Tensor]) -> torch.Tensor:
+def draw(logits: torch.Tensor, seeds: torch.Tensor, top_p: torch.Tensor | None, kept: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Token ids [n], int64.
 
     logits [n, V] fp32, divided by the temperature; seeds [n, 2] int32, halves of `seeds_at`; top_p [n] or None.
@@ -40,7 +40,7 @@ def draw(logits: torch.Tensor, seeds: torch.Tensor, top_p: torch.Tensor | None, 
     e = exponential(seeds, logits.shape[-1])  # [n, V]
     scores = logits - e.log()
     if top_p is not None:
-        scores = scores.where(logits > limit(logits, top_p), -torch.inf)
+        scores = scores.where(kept(logits, top_p), -torch.inf)
     return scores.argmax(-1)
 
 
@@ -59,30 +59,29 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def highest_dropped(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[n, 1]: tokens above it are kept. logits [n, V], top_p [n]; 1 keeps all."""
-    highest = logits.amax(-1, keepdim=True)  # [n, 1]
-    weights = (logits - highest).exp()  # [n, V]
-    droppable, width, low = (1 - top_p) * weights.sum(-1), DEPTH, highest - DEPTH
+def nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Which tokens are kept, [n, V] bool. logits [n, V], top_p [n]; 1 keeps all."""
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()  # [n, V]
+    droppable, width, limit = (1 - top_p) * weights.sum(-1), DEPTH, torch.full_like(weights[:, :1], -DEPTH)  # [n], nats, [n, 1]
     for _ in range(PASSES):
         width /= WAYS
         # How many of the thresholds have so little up to them: the limit is between the last of these and the next.
-        small = [(weights * (logits <= low + k * width)).sum(-1) <= droppable for k in range(1, WAYS)]
-        low = low + width * torch.stack(small).sum(0)[:, None]
-    return low.where(top_p[:, None] < 1, -torch.inf)
+        small = [(weights * (weights <= (limit + k * width).exp())).sum(-1) <= droppable for k in range(1, WAYS)]
+        limit = limit + width * torch.stack(small).sum(0)[:, None]
+    return (weights > limit.exp()) | (top_p[:, None] >= 1)
 
 
-def highest_dropped_by_sorting(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The same from the sorted probabilities."""
-    ordered = logits.sort(-1).values  # [n, V]
-    dropped = (ordered.softmax(-1).cumsum(-1) <= 1 - top_p[:, None]).sum(-1, keepdim=True)  # [n, 1]
-    dropped = dropped.clamp(max=logits.shape[-1] - 1)
-    return ordered.gather(-1, dropped.clamp(min=1) - 1).where((dropped > 0) & (top_p[:, None] < 1), -torch.inf)
+def nucleus_by_sorting(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The same as vLLM finds it."""
+    ordered, tokens = logits.sort(-1)  # [n, V]
+    kept = ordered.softmax(-1).cumsum(-1) > 1 - top_p[:, None]
+    kept[:, -1] = True
+    return torch.empty_like(kept).scatter_(-1, tokens, kept | (top_p[:, None] >= 1))
 
 
 @functools.cache
 def compiled() -> Callable[..., torch.Tensor]:
-    return torch.compile(functools.partial(draw, limit=highest_dropped), fullgraph=True)
+    return torch.compile(functools.partial(draw, kept=nucleus), fullgraph=True)
 
 
 class SeededSampler:
@@ -125,7 +124,7 @@ class SeededSampler:
     def _draw(self, logits: torch.Tensor, seeds: np.ndarray, top_p: torch.Tensor | None) -> torch.Tensor:
         halves = torch.from_numpy(seeds.view(np.int32).reshape(-1, 2).copy())
         if not self.cuda:
-            return draw(logits, halves, top_p, highest_dropped_by_sorting)
+            return draw(logits, halves, top_p, nucleus_by_sorting)
         halves = halves.pin_memory().to(self.device, non_blocking=True)
         if rows_alone := len(logits) == 1:  # one row would be compiled by itself
             logits, halves, top_p = (x if x is None else x.repeat(2, *(1,) * (x.dim() - 1)) for x in (logits, halves, top_p))

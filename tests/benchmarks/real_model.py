@@ -85,7 +85,7 @@ class Bench:
             "verifier": {
                 "model": str(self.verifier), "dtype": o.dtype, "taps": list(self.taps()), "max_model_len": o.max_prompt_tokens + o.max_new_tokens + 16,
                 "max_num_seqs": o.max_num_seqs, "max_num_batched_tokens": max(2048, o.max_prompt_tokens), "enforce_eager": not cuda,
-                "gpu_memory_utilization": 0.7, **({} if cuda else {"kv_cache_gib": 2.0}),
+                "gpu_memory_utilization": 0.4, **({} if cuda else {"kv_cache_gib": 2.0}),
             },
             "prompts": {
                 "source": str(files["first"]), "eval_source": str(files["eval"]), "train_samples": o.train_samples, "eval_samples": o.eval_samples,

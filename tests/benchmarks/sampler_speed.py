@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, random_sample
 
-from jobs.verifier.seeded_sampler import compiled, draw, highest_dropped_by_sorting, seeds_at
+from jobs.verifier.seeded_sampler import compiled, draw, nucleus_by_sorting, seeds_at
 
 
 def milliseconds(call: Callable[[], object], seconds: float = 0.5) -> float:
@@ -39,7 +39,7 @@ def measure(rows: int, tokens: int) -> dict[str, float]:
     def ours() -> torch.Tensor:
         halves = torch.from_numpy(seeds_at(seeds, seeds).view(np.int32).reshape(-1, 2).copy())
         if device == "cpu":
-            return draw(logits, halves, top_p, highest_dropped_by_sorting)
+            return draw(logits, halves, top_p, nucleus_by_sorting)
         given = logits, halves.pin_memory().to(device, non_blocking=True), top_p
         for x in given:
             torch._dynamo.maybe_mark_dynamic(x, 0)

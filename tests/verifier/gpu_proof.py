@@ -154,7 +154,7 @@ def served(work: Path, model: Path, name: str, dtype: str, **options) -> tuple[b
     union = tuple(sorted({tap for i in own for tap in (i, i + 1)}))
     head = random_head(work / f"{name}-head", model, own, kind)
     speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
-    engine = start(dtype, model=model, taps=union, speculative_config=speculation, num_gpu_blocks_override=None, **options)
+    engine = start(dtype, model=model, taps=union, speculative_config=speculation, num_gpu_blocks_override=4096, **options)
     engine._rpc("spy_open")
     store = answer_into(engine, work / name, requests(64), union)
     engine._rpc("spy_save", str(work / f"{name}.pt"))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from jobs.verifier.seeded_sampler import draw, exponential, highest_dropped, highest_dropped_by_sorting, seeds_at
+from jobs.verifier.seeded_sampler import draw, exponential, nucleus, nucleus_by_sorting, seeds_at
 
-by_search, by_sorting = functools.partial(draw, limit=highest_dropped), functools.partial(draw, limit=highest_dropped_by_sorting)
+by_search, by_sorting = functools.partial(draw, kept=nucleus), functools.partial(draw, kept=nucleus_by_sorting)
 
 
 def halves(count: int, seed: int = 0) -> torch.Tensor:
@@ -43,13 +43,13 @@ def test_tokens_come_as_often_as_vllm_says(way, top_p):
 
 
 @pytest.mark.parametrize("spread", [0.3, 3.0, 12.0])
-@pytest.mark.parametrize("limit", [highest_dropped, highest_dropped_by_sorting])
-def test_the_nucleus_is_vllms(limit, spread):
+@pytest.mark.parametrize("found", [nucleus, nucleus_by_sorting])
+def test_the_nucleus_is_vllms(found, spread):
     """Row by row, apart from tokens whose cumulative probability is the limit up to rounding."""
     torch.manual_seed(2)
     logits = torch.randn(64, 5000) * spread
     for top_p in (0.05, 0.6, 0.95, 0.999):
-        kept = logits > limit(logits, torch.full((64,), top_p))
+        kept = found(logits, torch.full((64,), top_p))
         wanted = expected(logits, top_p) > 0
         assert kept.any(-1).all()
         differ = (kept != wanted).sum(-1)
