@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from jobs.errors import EXIT_DONE, JobError, MustFix
 from jobs.run import ON_REQUEST, STAGES, Context, RunDirectory, is_asked_for
-from jobs.settings import ENVIRONMENT_PREFIX, Settings, load
+from jobs.settings import ENVIRONMENT_PREFIX, Settings, given, load
 
 
 def job(
@@ -29,7 +29,7 @@ def job(
     settings = load(name, overrides=overrides, base=base)
     if dry_run:
         return _planned(settings, path)
-    return _run(settings, path, redo=redo, force=force)
+    return _run(settings, path, redo=redo, force=force, file=given(name))
 
 
 def stage(name: str, path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -148,11 +148,13 @@ def verify_states(path: Path) -> dict[str, Any]:
     return {"stores": found, "text": json.dumps(found, indent=2)}
 
 
-def _run(settings: Settings, path: Path, *, redo: Sequence[str] = (), force: bool = False, only: str | None = None, report: bool = True) -> dict[str, Any]:
+def _run(
+    settings: Settings, path: Path, *, redo: Sequence[str] = (), force: bool = False, only: str | None = None, report: bool = True, file: dict[str, Any] | None = None
+) -> dict[str, Any]:  # fmt: skip
     """A run to its end, and then what is to happen with the rented machine."""
     from jobs import rental
     try:
-        result = _work(settings, path, redo=redo, force=force, only=only, report=report)
+        result = _work(settings, path, redo=redo, force=force, only=only, report=report, file=file)
     except JobError as error:
         if only is None and hasattr(error, "summary"):
             rental.ended(settings, path, error.summary, error)
@@ -162,7 +164,9 @@ def _run(settings: Settings, path: Path, *, redo: Sequence[str] = (), force: boo
     return result
 
 
-def _work(settings: Settings, path: Path, *, redo: Sequence[str], force: bool, only: str | None, report: bool) -> dict[str, Any]:
+def _work(
+    settings: Settings, path: Path, *, redo: Sequence[str], force: bool, only: str | None, report: bool, file: dict[str, Any] | None
+) -> dict[str, Any]:  # fmt: skip
     from jobs.pipeline import run_pipeline, translate
     from jobs.reporting.display import Display
     from jobs.stages.generate import start_engine
@@ -179,7 +183,8 @@ def _work(settings: Settings, path: Path, *, redo: Sequence[str], force: bool, o
         if report and only is None:
             stack.callback(_last_words, run, display)
         try:
-            run.begin(settings)
+            for edit in run.begin(settings, file):
+                context.note(edit)
             run.event("run started", job=settings.job.name, force=force, redo=list(redo), only=only)
             with _guarded(context) if report and only != "push" else contextlib.nullcontext():
                 final = run_pipeline(context, redo=redo, only=only)

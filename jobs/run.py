@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -76,8 +76,12 @@ class RunDirectory:
     def close(self) -> None:
         self._held.close()
 
-    def begin(self, settings: Settings) -> None:
-        """Start or continue the ledger under these settings."""
+    def begin(self, settings: Settings, given: Mapping[str, Any] | None = None) -> list[str]:
+        """Start or continue the ledger under these settings.
+
+        given: what the job file says, key by key. A continued run keeps its settings, whatever became of the
+        file; returned is a sentence for each key that was edited since and would be overlooked.
+        """
         self._earlier_settings = self.ledger.get("settings")
         if not self.ledger:
             self.ledger = {
@@ -93,7 +97,14 @@ class RunDirectory:
             "status": "running", "exit_code": None, "error": None,
             "cost": {"amount": self.ledger.get("cost", {}).get("amount", 0.0), "currency": settings.rental.currency},
         }  # fmt: skip
+        edited = []
+        if given is not None:
+            first = self.ledger.setdefault("job_file", dict(given))
+            for key in sorted(key for key, value in given.items() if first.get(key) != value and settings.value(key) != value):
+                said, kept = json.dumps(given[key]), json.dumps(settings.value(key))
+                edited.append(f"the job file says {key} = {said} now, this run was begun with {kept} and goes on so: --set {key}={said} changes it")
         self.save()
+        return edited
 
     def take_settings_back(self) -> None:
         """Forget the settings of this start: they were refused, and the next start must not inherit them."""

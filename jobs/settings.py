@@ -284,6 +284,19 @@ def job_file(job: str | Path) -> Path:
     return path
 
 
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise MustFix(f"The job file is not valid TOML: {error}", where=str(path), remedy="correct that line") from error
+
+
+def given(job: str | Path) -> dict[str, Any]:
+    """What the job file says, by `section.key`, in JSON's types."""
+    found = _parsed(job_file(job))
+    return {f"{section}.{key}": to_jsonable_python(value) for section, keys in found.items() for key, value in keys.items()}
+
+
 def load(
     job: str | Path,
     *,
@@ -298,13 +311,7 @@ def load(
     """
     path = job_file(job)
     values: dict[str, Any] = {}
-    if base is not None:
-        _merge(values, base)
-    else:
-        try:
-            _merge(values, tomllib.loads(path.read_text()))
-        except tomllib.TOMLDecodeError as error:
-            raise MustFix(f"The job file is not valid TOML: {error}", where=str(path), remedy="correct that line") from error
+    _merge(values, _parsed(path) if base is None else base)
     for name, text in sorted(environment.items()):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
             section, _, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")

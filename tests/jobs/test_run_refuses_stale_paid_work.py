@@ -3,8 +3,10 @@
 import json
 
 import pytest
-
 from small_smoke import run
+
+from jobs.run import RunDirectory
+from jobs.settings import given, load
 
 pytestmark = pytest.mark.slow
 
@@ -97,3 +99,23 @@ def test_a_trial_decides_on_a_slice_that_is_reused(tmp_path):
     assert forced["status"] == "done", forced["error"]
     ids = [json.loads(line)["id"] for line in (folder / "states/train/responses.jsonl").read_text().splitlines()]
     assert ids[: len(slice_ids)] == slice_ids and len(ids) > len(slice_ids) and len(ids) == len(set(ids))
+
+
+def test_an_edited_job_file_is_not_silently_overlooked(tmp_path):
+    """A continued run keeps its settings; what the file says otherwise by now is told, with the way to have it."""
+    job = tmp_path / "mine.toml"
+
+    def begun(epochs: float, *overrides: str) -> list[str]:
+        job.write_text(f'[job]\nname = "mine"\n[train]\nepochs = {epochs}\nttt_steps = 3\n')
+        path = tmp_path / "run"
+        base = RunDirectory(path, read_only=True).ledger["settings"] if (path / "run.json").exists() else None
+        run = RunDirectory(path)
+        try:
+            return run.begin(load(job, overrides=overrides, environment={}, base=base), given(job))
+        finally:
+            run.close()
+
+    assert begun(2.0) == begun(2.0) == []
+    edited = "the job file says train.epochs = 4.0 now, this run was begun with 2.0 and goes on so: --set train.epochs=4.0 changes it"
+    assert begun(4.0) == begun(4.0) == [edited]
+    assert begun(4.0, "train.epochs=4.0") == begun(4.0) == []
