@@ -13,10 +13,10 @@ For B300 that gives 5,500 to 9,600 generated tokens/s; the projection says 5,000
 agree and the wider one is kept.
 
 How a training step is modelled: seconds = fixed + per_token x tokens; `fixed` is the optimizer and the
-launches, `per_token` the arithmetic. Fast and slow are two such lines. Several GPUs sum their fp32
-gradients after the backward pass, in a ring: 2 (n - 1) / n of their bytes over the slowest link. Two
-H200 took 280 ms a step where one took 255: 14 ms of the 26 are that exchange, the rest is counted with
-it (NOTES.md), which is the low end of `exchange`.
+launches, `per_token` the arithmetic. Fast and slow are two such lines. Several GPUs exchange fp32 gradients
+and weights after the backward pass, in a ring: 2 (n - 1) / n of their bytes over the slowest link, and each
+updates 1 / n of the weights. Two H200 took 261 ms a step where one took 249: 15.7 ms of exchange less 7.4 of
+update, and 4 that nobody explained, which are counted with the exchange as its low end (NOTES.md).
 """
 
 import math
@@ -69,6 +69,7 @@ class Rates:
     step_slow: StepCost
     disk: Range = Range(1e9, 6e9)  # bytes/s read or written; one to several NVMe drives, not measured
     exchange: Range = Range(20e9, 50e9)  # bytes/s in a ring of GPUs; PCIe 5 x 16 through the host, not measured
+    update: float = 0.0  # seconds for clipping and updating one parameter, divided among GPUs
     step_tokens: float = 4096.0  # the step size at which the two lines were measured
     verifier: VerifierSize = KIMI_K25
     tokens_per_sample: float | None = None
@@ -87,8 +88,9 @@ class Rates:
         return Range(times[0] / self.spread, times[1] * self.spread)
 
     def exchange_seconds(self, trained: float, gpus: int) -> Range:
-        """Seconds in which so many GPUs sum the fp32 gradients of so many parameters."""
-        return Range.exactly(2 * (gpus - 1) / gpus * 4 * trained).over(self.exchange)
+        """Seconds that so many GPUs add to a step: gradients and weights exchanged, less the part of the update that the others do."""
+        exchange, elsewhere = Range.exactly(2 * (gpus - 1) / gpus * 4 * trained).over(self.exchange), (1 - 1 / gpus) * self.update * trained
+        return Range(max(exchange.low - elsewhere, 0.0), max(exchange.high - elsewhere, 0.0))
 
     def per_second(self, rate: Range) -> Range:
         return Range(rate.low / self.spread, rate.high * self.spread)
@@ -120,11 +122,12 @@ def scaled(rate: float, ratio: float) -> Range:
 RTX_FLOPS, RTX_BANDWIDTH = 503.8, 1.792
 LOCAL_EXTRACT, LOCAL_GENERATE, LOCAL_LOAD = 2912.0, 1536.0, 22.5 * 60
 LOCAL_STEP_TOKENS, LOCAL_STEP_SECONDS = 503.0, 27.7 * 60 / 9500
-# H200, states in GPU memory, head of the real size: 136 and 255 ms at 4,096 and 8,192 tokens (tests/benchmarks/training_rate.py).
-H200_STEP = StepCost(fixed=0.017, per_token=29.0e-6)
-# The same card, speculators' step: 55, 96 and 164 ms at 512, 2,048 and 4,096 tokens. What ours may fall back to on another card.
-H200_STEP_SLOW = StepCost(fixed=0.028, per_token=33.2e-6)
-NVLINK_EXCHANGE = Range(180e9, 340e9)  # two H200: 4.76 GB in 26 and in 14 ms
+# H200, states in GPU memory, head of the real size: 34, 133, 250 and 967 ms at 512, 4,096, 8,192 and 32,768 tokens (tests/benchmarks/training_rate.py).
+H200_STEP = StepCost(fixed=0.017, per_token=28.6e-6)
+# The same card, speculators' step: 48, 92, 157 and 289 ms at 512, 2,048, 4,096 and 8,192 tokens. What ours may fall back to on another card.
+H200_STEP_SLOW = StepCost(fixed=0.026, per_token=32.2e-6)
+H200_UPDATE = 12.4e-12  # 14.8 ms for 1.19 B parameters; goes with the memory's bandwidth
+NVLINK_EXCHANGE = Range(237e9, 303e9)  # two H200: 4.76 GB in 20.1 and in 15.7 ms
 RTX_PER_TOKEN = H200_STEP.per_token * 989 / RTX_FLOPS
 PROJECTED_STEPS = (10.0, 12.0)  # per second, one sample of about 503 tokens, for B300
 
@@ -135,6 +138,7 @@ RTX_RATES = Rates(
     step_fast=StepCost(LOCAL_STEP_SECONDS - LOCAL_STEP_TOKENS * RTX_PER_TOKEN, RTX_PER_TOKEN),
     step_slow=StepCost(0.0, LOCAL_STEP_SECONDS / LOCAL_STEP_TOKENS),
     step_tokens=LOCAL_STEP_TOKENS,
+    update=H200_UPDATE * 4.8 / RTX_BANDWIDTH,
     spread=MEASURED_SPREAD,
     sources=(
         "MEASURED on this machine: engine start 22.5 min, extraction 2,912 tok/s, generation 1,536 tok/s at 200 requests; "
@@ -149,8 +153,9 @@ H200_RATES = Rates(
     step_fast=H200_STEP,
     step_slow=H200_STEP_SLOW,
     exchange=NVLINK_EXCHANGE,
+    update=H200_UPDATE,
     sources=(
-        "training step MEASURED on one H200 with states in GPU memory: ours (fast side), speculators 0.4.0.1 (slow side); sum of gradients on two",
+        "training step MEASURED on one H200 with states in GPU memory: ours (fast side), speculators 0.4.0.1 (slow side); exchange of gradients and weights on two",
         "extraction and generation SCALED from 8 x RTX PRO 6000; engine start between the B300 projection's best and the local 22.5 min",
     ),
 )
@@ -161,6 +166,7 @@ B300_RATES = Rates(
     step_fast=StepCost(H200_STEP.fixed * 4.8 / 8, H200_STEP.per_token * 989 / 2250),
     step_slow=StepCost(1 / PROJECTED_STEPS[0] - LOCAL_STEP_TOKENS * H200_STEP.per_token, H200_STEP.per_token),
     exchange=Range(NVLINK_EXCHANGE.low, 2 * NVLINK_EXCHANGE.high),  # NVLink 5 has twice the H200's data sheet rate
+    update=H200_UPDATE * 4.8 / 8,
     sources=(
         "PROJECTION for 8 x B300: engine start 15 to 18 min, extraction 8,000 to 15,000 tok/s, generation 5,000 to 10,000 tok/s",
         "training, slow side: the projection's 10 steps/s of 503 tokens, which is 1.5 to 2 times the local loop with its data wait; "

@@ -2,20 +2,17 @@
 
 import os
 import signal
-import threading
-import time
 from collections import Counter
 
-import psutil
 import pytest
-from captured import TAPS, TOLERANCE, answer_into, assert_equals_reference, layout_of, whole
+from captured import TOLERANCE, answer_into, assert_equals_reference, layout_of, whole
 from deepseek_reference import Reference, largest_error
+from engine_processes import ENDLESS, engine_and_processes, fault
 
-from jobs.errors import TryAgain
 from jobs.settings import StatesSettings, VerifierSettings
 from jobs.storage.extents import read_index
 from jobs.storage.states import StateStore
-from jobs.verifier.engine import Request, VerifierEngine
+from jobs.verifier.engine import Request
 from jobs.verifier.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.slow
@@ -25,24 +22,14 @@ SETTINGS = VerifierSettings(
     dtype="float32", max_model_len=512, max_num_seqs=AT_ONCE, max_num_batched_tokens=2 * AT_ONCE, enforce_eager=True, tensor_parallel_size=2, parallel="dp",
     stall_seconds=600,
 )  # fmt: skip
-ENDLESS = [Request(f"e{i}#0", [7, 8, 9], max_tokens=500, ignore_eos=True) for i in range(8)]
-
-
-def children() -> set[psutil.Process]:
-    alive = {child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
-    return {child for child in alive if "resource_tracker" not in " ".join(child.cmdline())}
-
 
 @pytest.fixture
 def engine(monkeypatch):
     """A loaded engine, and the processes it started."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # else each process compiles vLLM's sampler
-    before = children()
-    made = VerifierEngine(CHECKPOINT, SETTINGS, seed=0, capture_taps=TAPS)
-    yield made, children() - before
-    made.close()
-    assert not children() - before, "processes were left behind"
+    with engine_and_processes(SETTINGS) as loaded:
+        yield loaded
 
 
 def many() -> list[Request]:
@@ -59,24 +46,6 @@ def some(store: StateStore, folder) -> StateStore:
     few = StateStore(folder)
     few._ids = store.ids()[::25]
     return few
-
-
-def fault(engine: VerifierEngine, strike, folder) -> float:
-    """Strike in the middle of decoding; seconds until the run ended with TryAgain."""
-    engine.open_store(folder, layout_of(engine), StatesSettings(shard_mib=16))
-    sent, enough = [], engine.tokens + 100
-
-    def when_decoding() -> None:
-        while engine.tokens < enough:
-            time.sleep(0.05)
-        sent.append(time.monotonic())
-        strike()
-
-    threading.Thread(target=when_decoding, daemon=True).start()
-    with pytest.raises(TryAgain) as failure:
-        engine.run(ENDLESS, lambda finished: ())
-    assert failure.value.exit_code == 75
-    return time.monotonic() - sent[0]
 
 
 def test_each_replica_writes_its_own_requests_and_a_killed_one_is_a_passing_fault(engine, tmp_path):
