@@ -155,6 +155,7 @@ class _Run:
         self.stood = 0.0  # seconds that training stood still for checkpoints
         self.flops: float | None = None  # of this device, measured when the loop begins
         self.began = time.perf_counter()
+        self.first_step = 0.0  # seconds until its outcome was known
 
     # ------------------------------------------------------------------ the loop
 
@@ -233,6 +234,7 @@ class _Run:
         if facts is None:
             return
         loss, count, norm, reason, usual, stopping = facts.outcome.get().tolist()
+        self.first_step = self.first_step or time.perf_counter() - self.began
         self.grad_norm = norm
         self.stopping = self.stopping or stopping > 0
         if reason:
@@ -372,7 +374,7 @@ class _Run:
         cut = self.plan.cut
         return TrainResult(
             steps=self.step, tokens=self.tokens, processes=self.ranks.world, bad_steps=self.bad_steps, seconds=time.perf_counter() - self.began,
-            resumed_from=saved.step if saved else None, loss=self.last_loss, pieces=len(cut.pieces),
+            first_step_seconds=self.first_step, resumed_from=saved.step if saved else None, loss=self.last_loss, pieces=len(cut.pieces),
             split_samples=cut.split_samples, dropped_pieces=cut.dropped_pieces, dropped_rows=cut.dropped_rows,
             padding=self.plan.padding_share, checkpoint=checkpoint.name_of(self.step),
             best_step=self.best.step if self.best.acceptance else None, best_acceptance=self.best.acceptance,

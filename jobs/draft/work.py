@@ -39,6 +39,7 @@ class TrainResult:
     processes: int
     bad_steps: int
     seconds: float  # of this process; less than the whole after a resume
+    first_step_seconds: float  # of those until the first step's outcome was known: compilation, for the most part
     resumed_from: int | None
     loss: float | None  # of the last log window
     pieces: int

@@ -318,7 +318,8 @@ def _training_rates(ledger: Mapping[str, Any], stage: figures.StageRow, base: Ra
     tokens = settings.train.tokens_per_step * settings.train.accumulate / gpus
     head = head_size(settings, base.verifier)
     ratio = head.train_flop(mean_ttt_steps(settings)) / REFERENCE_FLOP
-    seconds = stage.seconds / steps
+    # Compilation is no part of a step: in a short rehearsal it is most of the time.
+    seconds = (stage.seconds - (figures.number(stage.counts.get("first_step_seconds")) or 0.0)) / max(steps - 1, 1)
     seconds = max(seconds - base.exchange_seconds(head.trained, gpus).middle, seconds / 2) if gpus > 1 else seconds
     whole = seconds / (tokens * ratio)  # seconds a token if nothing were fixed
     arithmetic = min(H200_STEP.per_token, 0.9 * whole)

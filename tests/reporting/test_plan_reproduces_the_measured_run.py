@@ -173,6 +173,14 @@ def test_a_finished_run_calibrates_its_own_machine_and_carries_over_to_another()
     assert any("MEASURED on 8 x RTX PRO 6000" in line for line in plans["8 x B300"].assumptions)
 
 
+def test_compilation_does_not_calibrate_a_step():
+    ledger = finished_run()
+    stage = ledger["stages"]["train"]
+    stage["seconds"] += 600
+    stage["counts"]["first_step_seconds"] = 600.0
+    assert plan(run_to_beat(), calibrate(ledger, RTX_RATES), LOCAL).stage("train").seconds.middle == pytest.approx(27.7 * 60, rel=0.01)
+
+
 def test_runs_that_say_nothing_about_the_plan_are_refused():
     with pytest.raises(MustFix, match="The run measured verifier 'tiny'"):
         for_all_machines(run_to_beat(), finished_run(model="tiny"))
