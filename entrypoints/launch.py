@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from jobs.errors import EXIT_DONE, JobError, MustFix
 from jobs.run import ON_REQUEST, STAGES, Context, RunDirectory, is_asked_for
-from jobs.settings import ENVIRONMENT_PREFIX, Settings, given, load
+from jobs.settings import ENVIRONMENT_PREFIX, Settings, load
 
 
 def job(
@@ -29,7 +29,10 @@ def job(
     settings = load(name, overrides=overrides, base=base)
     if dry_run:
         return _planned(settings, path)
-    return _run(settings, path, redo=redo, force=force, file=given(name))
+    file = None
+    with contextlib.suppress(MustFix):  # by itself it may be incomplete: what counts is what it is together with the rest
+        file = load(name, environment={})
+    return _run(settings, path, redo=redo, force=force, file=file)
 
 
 def stage(name: str, path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -149,7 +152,7 @@ def verify_states(path: Path) -> dict[str, Any]:
 
 
 def _run(
-    settings: Settings, path: Path, *, redo: Sequence[str] = (), force: bool = False, only: str | None = None, report: bool = True, file: dict[str, Any] | None = None
+    settings: Settings, path: Path, *, redo: Sequence[str] = (), force: bool = False, only: str | None = None, report: bool = True, file: Settings | None = None
 ) -> dict[str, Any]:  # fmt: skip
     """A run to its end, and then what is to happen with the rented machine."""
     from jobs import rental
@@ -165,7 +168,7 @@ def _run(
 
 
 def _work(
-    settings: Settings, path: Path, *, redo: Sequence[str], force: bool, only: str | None, report: bool, file: dict[str, Any] | None
+    settings: Settings, path: Path, *, redo: Sequence[str], force: bool, only: str | None, report: bool, file: Settings | None
 ) -> dict[str, Any]:  # fmt: skip
     from jobs.pipeline import run_pipeline, translate
     from jobs.reporting.display import Display

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -76,11 +76,11 @@ class RunDirectory:
     def close(self) -> None:
         self._held.close()
 
-    def begin(self, settings: Settings, given: Mapping[str, Any] | None = None) -> list[str]:
+    def begin(self, settings: Settings, file: Settings | None = None) -> list[str]:
         """Start or continue the ledger under these settings.
 
-        given: what the job file says, key by key. A continued run keeps its settings, whatever became of the
-        file; returned is a sentence for each key that was edited since and would be overlooked.
+        file: what the job file alone would give. A continued run keeps its settings, whatever became of the file;
+        returned is a sentence for each value that was edited there since and would be overlooked.
         """
         self._earlier_settings = self.ledger.get("settings")
         if not self.ledger:
@@ -98,11 +98,13 @@ class RunDirectory:
             "cost": {"amount": self.ledger.get("cost", {}).get("amount", 0.0), "currency": settings.rental.currency},
         }  # fmt: skip
         edited = []
-        if given is not None:
-            first = self.ledger.setdefault("job_file", dict(given))
-            for key in sorted(key for key, value in given.items() if first.get(key) != value and settings.value(key) != value):
-                said, kept = json.dumps(given[key]), json.dumps(settings.value(key))
-                edited.append(f"the job file says {key} = {said} now, this run was begun with {kept} and goes on so: --set {key}={said} changes it")
+        if file is not None:
+            now_said, kept = file.flat(), settings.flat()
+            first_said = self.ledger.setdefault("job_file", now_said)
+            for key, value in now_said.items():
+                if first_said.get(key) != value and kept.get(key) != value:
+                    change = f"--set {key}={json.dumps(value)} changes it" if value is not None else "only a new --run-dir changes it"
+                    edited.append(f"the job file says {key} = {json.dumps(value)} now, this run was begun with {json.dumps(kept.get(key))} and goes on so: {change}")
         self.save()
         return edited
 

@@ -12,7 +12,7 @@ in these values.
 import difflib
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -266,6 +266,18 @@ class Settings(Section):
     def as_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
 
+    def flat(self) -> dict[str, Any]:
+        """Every value by its dotted key, in JSON's types; a list is one value."""
+
+        def leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+            for key, value in values.items():
+                if isinstance(value, Mapping):
+                    yield from leaves(value, f"{prefix}{key}.")
+                else:
+                    yield prefix + key, value
+
+        return dict(leaves(self.as_dict(), ""))
+
     @model_validator(mode="after")
     def _cross_checks(self) -> "Settings":
         from jobs.contradictions import contradictions
@@ -289,12 +301,6 @@ def _parsed(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise MustFix(f"The job file is not valid TOML: {error}", where=str(path), remedy="correct that line") from error
-
-
-def given(job: str | Path) -> dict[str, Any]:
-    """What the job file says, by `section.key`, in JSON's types."""
-    found = _parsed(job_file(job))
-    return {f"{section}.{key}": to_jsonable_python(value) for section, keys in found.items() for key, value in keys.items()}
 
 
 def load(

@@ -318,8 +318,14 @@ def _training_rates(ledger: Mapping[str, Any], stage: figures.StageRow, base: Ra
     tokens = settings.train.tokens_per_step * settings.train.accumulate / gpus
     head = head_size(settings, base.verifier)
     ratio = head.train_flop(mean_ttt_steps(settings)) / REFERENCE_FLOP
-    # Compilation is no part of a step: in a short rehearsal it is most of the time.
-    seconds = (stage.seconds - (figures.number(stage.counts.get("first_step_seconds")) or 0.0)) / max(steps - 1, 1)
+    # The last process's own steps, less its first with the compilation: in a short rehearsal that is most of the time.
+    # Of a run with `single_step_share` a second compilation is still among them.
+    counted = [figures.number(stage.counts.get(key)) for key in ("seconds", "first_step_seconds", "resumed_from")]
+    own, first, before = (value or 0.0 for value in counted)
+    if own and steps - before >= 2:
+        seconds = (own - first) / (steps - before - 1)
+    else:
+        seconds = stage.seconds / steps
     seconds = max(seconds - base.exchange_seconds(head.trained, gpus).middle, seconds / 2) if gpus > 1 else seconds
     whole = seconds / (tokens * ratio)  # seconds a token if nothing were fixed
     arithmetic = min(H200_STEP.per_token, 0.9 * whole)
@@ -352,6 +358,9 @@ def transfer(measured: Rates, ran_on: Machine, target: Machine) -> Rates:
         generate=table.generate.times(factor("generate")),
         step_fast=table.step_fast.times(step),
         step_slow=table.step_slow.times(step),
+        disk=table.disk,
+        exchange=table.exchange,
+        update=table.update,
         sources=(f"MEASURED on {ran_on.name}; {target.name} is taken to be off the table by the same factors", *table.sources),
     )
 

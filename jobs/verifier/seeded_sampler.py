@@ -4,12 +4,16 @@ vLLM 0.16.0 draws a request with a seed by a generator of its own, a kernel laun
 sorting the whole vocabulary of every request. On an H200 at 1,024 requests of 163,840 ids that is 12 and 18 ms of
 every step. Here a step is drawn by one compiled function whatever the number of requests:
 
-top-p   A token is kept while those likelier than it have less than `top_p` together, as in vLLM. The probability at
-        which that ends is searched for: each pass over the vocabulary sums up what lies under 15 thresholds.
+top-p   A token is kept while those likelier than it have less than `top_p` together. The probability at which that
+        ends is searched for: each pass over the vocabulary sums up what lies under 15 thresholds. Unlike in vLLM, of
+        tokens with one logit either all are kept or none (bf16 makes many alike).
 draw    Gumbel-max: the largest of `logit - log(e)`, e exponential. e is a hash of seed and token, so no state is kept:
         a draw depends on the seed, the position and the logits, and not on chunks, preemption, neighbours or device.
 
 Without a GPU the limit is found by sorting, which is faster there, and nothing is compiled.
+
+Every tensor-parallel rank draws for itself and feeds its own tokens back, so all must come to the same ones from the same
+logits: the kernels may not be chosen by how fast they happen to be in a process (DETERMINISTIC).
 """
 
 import functools
@@ -21,6 +25,8 @@ import torch
 
 SEED_KEY = "eagle3_seed"  # extra_args: the seed of the answer
 DEPTH = 32.0  # nats below the likeliest token: all of 163,840 tokens further down have 2e-9 together
+# Inductor would try another block size for a sum with many accumulators, and another size rounds otherwise.
+DETERMINISTIC = {"dynamic_scale_rblock": False}
 WAYS, PASSES = 16, 6  # 32 / 16^6 = 1.9e-6 nats, the distance of neighbouring fp32 numbers at 16 to 32
 
 
@@ -45,7 +51,7 @@ def draw(logits: torch.Tensor, seeds: torch.Tensor, top_p: torch.Tensor | None, 
 
 
 def exponential(seeds: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[n, tokens] fp32, exponentially distributed: 31 bits of a hash of seed and token, exact where e is small and decides."""
+    """[n, tokens] fp32, exponentially distributed: from 31 bits of a hash of seed and token, so in steps of 5e-10 where e is small and decides."""
     token = torch.arange(tokens, dtype=torch.int32, device=seeds.device)  # [V]
     bits = _mixed(_mixed(token * -1640531535 + seeds[:, :1]) ^ seeds[:, 1:])  # [n, V]
     uniform = ((bits & 0x7FFFFFFF).float() + 0.5) * 2.0**-31
@@ -72,67 +78,70 @@ def nucleus(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def nucleus_by_sorting(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The same as vLLM finds it."""
-    ordered, tokens = logits.sort(-1)  # [n, V]
-    kept = ordered.softmax(-1).cumsum(-1) > 1 - top_p[:, None]
-    kept[:, -1] = True
-    return torch.empty_like(kept).scatter_(-1, tokens, kept | (top_p[:, None] >= 1))
+    """The same from the sorted probabilities, as vLLM finds it."""
+    ordered = logits.sort(-1).values  # [n, V]
+    dropped = (ordered.softmax(-1).cumsum(-1) <= 1 - top_p[:, None]).sum(-1, keepdim=True)  # [n, 1]
+    lowest = ordered.gather(-1, dropped.clamp(max=logits.shape[-1] - 1))
+    return (logits >= lowest) | (top_p[:, None] >= 1)
 
 
 @functools.cache
-def compiled() -> Callable[..., torch.Tensor]:
-    return torch.compile(functools.partial(draw, kept=nucleus), fullgraph=True)
+def compiled(backend: str | Callable = "inductor") -> Callable[..., torch.Tensor]:
+    options = {"options": DETERMINISTIC} if backend == "inductor" else {}
+    return torch.compile(functools.partial(draw, kept=nucleus), fullgraph=True, backend=backend, **options)
+
+
+@torch.inference_mode()  # as in vLLM's steps; what comes from elsewhere is copied, or it would be compiled another time
+def draw_compiled(logits: torch.Tensor, seeds: torch.Tensor, top_p: torch.Tensor | None, backend: str | Callable = "inductor") -> torch.Tensor:
+    """`draw` by one compiled function for any number of rows (and a second one without top_p)."""
+    rows = len(logits)
+    given = [logits.contiguous(), seeds.clone(), *([] if top_p is None else [top_p.clone()])]
+    if rows == 1:  # one row would be compiled by itself
+        given = [torch.cat((x, x)) for x in given]
+    for x in given:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+    return compiled(backend)(*given, *([None] if top_p is None else []))[:rows]
 
 
 class SeededSampler:
-    """Takes the place of the top-k and top-p sampler in a model runner of vLLM. Requests carry their seed in SEED_KEY."""
+    """Takes the place of the top-k and top-p sampler in a model runner of vLLM. Requests carry their seed in SEED_KEY; none has a top-k."""
 
     def __init__(self, runner: Any):
         self.runner, self.device = runner, runner.device
-        self.cuda = self.device.type == "cuda"
-        self._drafts: list[int] | None = None
+        self._seeds: np.ndarray | None = None  # of this step, [requests]
         self._sample, runner._sample = runner._sample, self._around_sample
-        place = runner.sampler.topk_topp_sampler
-        self._theirs, place.forward = place.forward, self._forward
-        if self.cuda:  # compiled before the first step, for any number of rows
-            rows = 256
-            logits = torch.zeros(rows, runner.model_config.get_vocab_size(), device=self.device)
-            self._draw(logits, np.zeros(rows, np.uint64), torch.ones(rows, device=self.device))
+        runner.sampler.topk_topp_sampler.forward = self._forward
+        if self.device.type == "cuda":  # compiled before the first step
+            with torch.inference_mode():
+                logits = torch.zeros(256, runner.model_config.get_vocab_size(), device=self.device)
+                self._draw(logits, np.zeros(len(logits), np.uint64), torch.ones(len(logits), device=self.device))
 
     def _around_sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
-        self._drafts = spec_decode_metadata and spec_decode_metadata.num_draft_tokens
-        generators = self.runner.input_batch.generators
-        if generators:
-            # With a drafter, accepting and correcting a draft goes by vLLM's own generators: seeded anew for every position.
-            seeds, unused = self._seeds(self.runner.input_batch.num_reqs), self.runner.discard_request_mask.np
-            for index, generator in generators.items():
-                generator.manual_seed(int(seeds[index]))
-                if unused[index]:
+        runner = self.runner
+        if not runner.input_batch.sampling_metadata.all_greedy:
+            self._seeds = self._seeds_of(spec_decode_metadata.num_draft_tokens if spec_decode_metadata is not None else 0)
+            for index, generator in runner.input_batch.generators.items():
+                # With a drafter, accepting and correcting a draft goes by vLLM's own generators: seeded anew for every position.
+                generator.manual_seed(int(self._seeds[index]))
+                if runner.discard_request_mask.np[index]:
                     generator.set_offset(4)  # which vLLM then takes back
         return self._sample(logits, spec_decode_metadata)
 
-    def _seeds(self, rows: int) -> np.ndarray:
-        """[rows] uint64. The position is that of the first token to be drawn: counted from the last draft, a later step could come by the same numbers again."""
-        runner = self.runner
-        parameters = [runner.requests[request].sampling_params.extra_args for request in runner.input_batch.req_ids[:rows]]
+    def _seeds_of(self, drafts: list[int] | int) -> np.ndarray:
+        """[requests] uint64, for the first token to be drawn: counted from the last draft, a later step could come by the same numbers again."""
+        runner, count = self.runner, self.runner.input_batch.num_reqs
+        parameters = [runner.requests[request].sampling_params.extra_args for request in runner.input_batch.req_ids[:count]]
+        # What is greedy brings none, and what is drawn for it is not used.
         seeds = np.array([(extra or {}).get(SEED_KEY, 0) for extra in parameters], dtype=np.uint64)
-        return seeds_at(seeds, runner.seq_lens.np[:rows] - np.array(self._drafts or 0))
+        return seeds_at(seeds, runner.seq_lens.np[:count] - np.array(drafts))
 
     def _forward(self, logits: torch.Tensor, generators: dict, k: torch.Tensor | None, p: torch.Tensor | None) -> tuple[torch.Tensor, None]:
         if k is not None:
-            return self._theirs(logits, generators, k, p)
-        return self._draw(logits, self._seeds(len(logits)), p), None
+            raise NotImplementedError("a request with top_k: this engine's requests have none")
+        return self._draw(logits, self._seeds, p), None
 
-    @torch.inference_mode()  # as in vLLM's steps; in another mode it would be compiled another time
     def _draw(self, logits: torch.Tensor, seeds: np.ndarray, top_p: torch.Tensor | None) -> torch.Tensor:
         halves = torch.from_numpy(seeds.view(np.int32).reshape(-1, 2).copy())
-        if not self.cuda:
+        if self.device.type != "cuda":
             return draw(logits, halves, top_p, nucleus_by_sorting)
-        halves = halves.pin_memory().to(self.device, non_blocking=True)
-        if rows_alone := len(logits) == 1:  # one row would be compiled by itself
-            logits, halves, top_p = (x if x is None else x.repeat(2, *(1,) * (x.dim() - 1)) for x in (logits, halves, top_p))
-        for x in (logits, halves, top_p):
-            if x is not None:
-                torch._dynamo.maybe_mark_dynamic(x, 0)
-        drawn = compiled()(logits, halves, top_p)
-        return drawn[:1] if rows_alone else drawn
+        return draw_compiled(logits, halves.pin_memory().to(self.device, non_blocking=True), top_p)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, random_sample
 
-from jobs.verifier.seeded_sampler import compiled, draw, nucleus_by_sorting, seeds_at
+from jobs.verifier.seeded_sampler import draw, draw_compiled, nucleus_by_sorting, seeds_at
 
 
 def milliseconds(call: Callable[[], object], seconds: float = 0.5) -> float:
@@ -40,10 +40,7 @@ def measure(rows: int, tokens: int) -> dict[str, float]:
         halves = torch.from_numpy(seeds_at(seeds, seeds).view(np.int32).reshape(-1, 2).copy())
         if device == "cpu":
             return draw(logits, halves, top_p, nucleus_by_sorting)
-        given = logits, halves.pin_memory().to(device, non_blocking=True), top_p
-        for x in given:
-            torch._dynamo.maybe_mark_dynamic(x, 0)
-        return compiled()(*given)
+        return draw_compiled(logits, halves.pin_memory().to(device, non_blocking=True), top_p)
 
     def theirs() -> torch.Tensor:
         for row, generator in generators.items():

@@ -6,7 +6,7 @@ import pytest
 from small_smoke import run
 
 from jobs.run import RunDirectory
-from jobs.settings import given, load
+from jobs.settings import load
 
 pytestmark = pytest.mark.slow
 
@@ -105,17 +105,22 @@ def test_an_edited_job_file_is_not_silently_overlooked(tmp_path):
     """A continued run keeps its settings; what the file says otherwise by now is told, with the way to have it."""
     job = tmp_path / "mine.toml"
 
-    def begun(epochs: float, *overrides: str) -> list[str]:
-        job.write_text(f'[job]\nname = "mine"\n[train]\nepochs = {epochs}\nttt_steps = 3\n')
+    def begun(text: str, *overrides: str) -> list[str]:
+        job.write_text(f'[job]\nname = "mine"\n{text}\n')
         path = tmp_path / "run"
         base = RunDirectory(path, read_only=True).ledger["settings"] if (path / "run.json").exists() else None
         run = RunDirectory(path)
         try:
-            return run.begin(load(job, overrides=overrides, environment={}, base=base), given(job))
+            return run.begin(load(job, overrides=overrides, environment={}, base=base), load(job, environment={}))
         finally:
             run.close()
 
-    assert begun(2.0) == begun(2.0) == []
-    edited = "the job file says train.epochs = 4.0 now, this run was begun with 2.0 and goes on so: --set train.epochs=4.0 changes it"
-    assert begun(4.0) == begun(4.0) == [edited]
-    assert begun(4.0, "train.epochs=4.0") == begun(4.0) == []
+    first = "[train]\nepochs = 2.0\n[generate]\nthinking = { temperature = 1.0 }"
+    second = "[train]\nepochs = 4.0\n[generate]\nthinking = { temperature = 0.5 }"
+    assert begun(first) == begun(first) == []
+    edited = [
+        "the job file says generate.thinking.temperature = 0.5 now, this run was begun with 1.0 and goes on so: --set generate.thinking.temperature=0.5 changes it",
+        "the job file says train.epochs = 4.0 now, this run was begun with 2.0 and goes on so: --set train.epochs=4.0 changes it",
+    ]
+    assert begun(second) == begun(second) == edited
+    assert begun(second, "train.epochs=4.0") == begun(second) == edited[:1]

@@ -7,7 +7,7 @@ import pytest
 
 from jobs.errors import MustFix
 from jobs.reporting.choices import samples_within
-from jobs.reporting.machines import B300_RATES, MACHINES, RTX_RATES, calibrate, machine_of, scaled
+from jobs.reporting.machines import B300_RATES, MACHINES, RTX_RATES, calibrate, machine_of, scaled, transfer
 from jobs.reporting.plan import for_all_machines, plan, render_plans
 from jobs.reporting.stage_times import over_link
 from jobs.reporting.workload import KIMI_K25, REFERENCE_FLOP, Range, head_size, hidden_bytes_per_token, workload
@@ -173,12 +173,20 @@ def test_a_finished_run_calibrates_its_own_machine_and_carries_over_to_another()
     assert any("MEASURED on 8 x RTX PRO 6000" in line for line in plans["8 x B300"].assumptions)
 
 
-def test_compilation_does_not_calibrate_a_step():
+def test_compilation_and_earlier_processes_do_not_calibrate_a_step():
     ledger = finished_run()
     stage = ledger["stages"]["train"]
-    stage["seconds"] += 600
-    stage["counts"]["first_step_seconds"] = 600.0
+    steps, seconds = stage["counts"]["steps"], stage["seconds"]
+    stage["seconds"] += 1200  # a killed process and its compilation among them
+    stage["counts"] |= {"first_step_seconds": 600.0, "resumed_from": steps // 2, "seconds": 600 + seconds * (steps - steps // 2 - 1) / steps}
     assert plan(run_to_beat(), calibrate(ledger, RTX_RATES), LOCAL).stage("train").seconds.middle == pytest.approx(27.7 * 60, rel=0.01)
+    stage["counts"] |= {"steps": 1, "resumed_from": None}
+    assert calibrate(ledger, RTX_RATES).step_fast.fixed > 0
+
+
+def test_links_and_disk_are_those_of_the_machine_that_is_planned_for():
+    rates = transfer(calibrate(finished_run(), RTX_RATES), LOCAL, B300)
+    assert (rates.exchange, rates.update, rates.disk) == (B300_RATES.exchange, B300_RATES.update, B300_RATES.disk)
 
 
 def test_runs_that_say_nothing_about_the_plan_are_refused():

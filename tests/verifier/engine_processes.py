@@ -28,8 +28,10 @@ def engine_and_processes(settings: VerifierSettings) -> Iterator[tuple[VerifierE
     """The tiny verifier's; all of them have ended afterwards."""
     before = children()  # servers of other tests may live on in this process
     made = VerifierEngine(CHECKPOINT, settings, seed=0, capture_taps=TAPS)
-    yield made, children() - before
-    made.close()
+    try:
+        yield made, children() - before
+    finally:
+        made.close()
     assert not children() - before, "processes were left behind"
 
 

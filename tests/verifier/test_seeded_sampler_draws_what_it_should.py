@@ -1,12 +1,14 @@
 """The sampler of the engine: vLLM's nucleus, the right frequencies, and a draw that depends on seed and logits alone."""
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
-from jobs.verifier.seeded_sampler import draw, exponential, nucleus, nucleus_by_sorting, seeds_at
+from jobs.verifier.seeded_sampler import SEED_KEY, SeededSampler, draw, draw_compiled, exponential, nucleus, nucleus_by_sorting, seeds_at
 
 by_search, by_sorting = functools.partial(draw, kept=nucleus), functools.partial(draw, kept=nucleus_by_sorting)
 
@@ -89,16 +91,64 @@ def test_one_token_that_is_certain_is_drawn_and_masked_ones_never():
     assert (by_sorting(logits, halves(20_000), torch.ones(20_000)) == 7).all()
 
 
+def test_of_equal_logits_at_the_limit_all_are_kept():
+    """bf16 logits: what vLLM's sort leaves out of a tie is the only difference."""
+    torch.manual_seed(5)
+    logits = (torch.randn(32, 4000) * 3).bfloat16().float()
+    for top_p in (0.3, 0.95):
+        given, theirs = torch.full((32,), top_p), expected(logits, top_p) > 0
+        kept = nucleus(logits, given)
+        assert torch.equal(kept, nucleus_by_sorting(logits, given))
+        lowest = logits.where(theirs, torch.inf).amin(-1, keepdim=True)
+        assert torch.equal(kept, logits >= lowest) and (kept >= theirs).all()
+
+
+def test_it_is_compiled_once_for_any_number_of_rows():
+    """As vLLM calls it: logits made in inference mode, top_p a view of a normal tensor."""
+    compilations = CompileCounter()
+    everywhere = torch.rand(300).clamp(min=0.2)
+    torch.manual_seed(6)
+    for rows in (256, 300, 7, 2, 1, 64):
+        with torch.inference_mode():
+            logits = torch.randn(rows, 500)
+            drawn = draw_compiled(logits, halves(rows), everywhere[:rows], compilations)
+            assert drawn.tolist() == by_sorting(logits, halves(rows), everywhere[:rows]).tolist()
+    assert compilations.frame_count == 1
+    torch._dynamo.reset()
+
+
+class Runner:
+    """What the sampler knows of vLLM's: two sampled answers and a greedy one between them; the last one drafted two tokens."""
+
+    def __init__(self):
+        self.device = torch.device("cpu")
+        self.sampler = SimpleNamespace(topk_topp_sampler=SimpleNamespace(forward=None))
+        extra = {"a": {SEED_KEY: 11}, "b": None, "c": {SEED_KEY: 12}}
+        self.requests = {name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra[name])) for name in extra}
+        self.input_batch = SimpleNamespace(num_reqs=3, req_ids=["a", "b", "c"], generators={}, sampling_metadata=SimpleNamespace(all_greedy=False))
+        self.seq_lens = SimpleNamespace(np=np.array([5, 9, 20, 0]))
+        self.discard_request_mask = SimpleNamespace(np=np.array([False, False, False]))
+
+    def _sample(self, logits, spec_decode_metadata):
+        return self.sampler.topk_topp_sampler.forward(logits, {}, None, torch.full((3,), 0.9))[0]
+
+
+def test_each_row_is_drawn_by_its_answers_seed_at_the_position_of_its_first_token():
+    runner = Runner()
+    SeededSampler(runner)
+    torch.manual_seed(7)
+    logits = torch.randn(3, 2000)
+    seeds = seeds_at(np.array([11, 0, 12], np.uint64), np.array([5, 9, 18]))
+    wanted = by_sorting(logits, torch.from_numpy(seeds.view(np.int32).reshape(-1, 2).copy()), torch.full((3,), 0.9))
+    assert torch.equal(runner._sample(logits, SimpleNamespace(num_draft_tokens=[0, 0, 2])), wanted)
+    assert not torch.equal(runner._sample(logits, None), wanted), "without its drafts the last one is two tokens further"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_compiled_for_any_number_of_rows_it_draws_the_same():
-    from jobs.verifier.seeded_sampler import compiled
-
+def test_compiled_it_draws_the_same():
     torch.manual_seed(4)
-    torch.compiler.set_stance("default")
-    for rows in (256, 2, 7, 300):
+    for rows in (256, 2, 1, 7, 300):
         logits, top_p = torch.randn(rows, 32_768) * 3, torch.full((rows,), 0.95)
-        given = [x.cuda() for x in (logits, halves(rows), top_p)]
-        for x in given:
-            torch._dynamo.maybe_mark_dynamic(x, 0)
-        assert (compiled()(*given).cpu() == by_sorting(logits, halves(rows), top_p)).float().mean() > 0.99
+        drawn = draw_compiled(logits.cuda(), halves(rows).cuda(), top_p.cuda()).cpu()
+        assert (drawn == by_sorting(logits, halves(rows), top_p)).float().mean() > 0.99
