@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -99,7 +99,7 @@ class RunDirectory:
         }  # fmt: skip
         edited = []
         if file is not None:
-            now_said, kept = file.flat(), settings.flat()
+            now_said, kept = dict(_leaves(file.as_dict())), dict(_leaves(settings.as_dict()))
             first_said = self.ledger.setdefault("job_file", now_said)
             for key, value in now_said.items():
                 if first_said.get(key) != value and kept.get(key) != value:
@@ -153,6 +153,15 @@ def gpus() -> list[str]:
         return []
     asked = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=60)
     return asked.stdout.split("\n")[:-1] if asked.returncode == 0 else []
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value by its dotted key; a list is one value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def digest(value: Any) -> str:

@@ -12,7 +12,7 @@ in these values.
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -265,18 +265,6 @@ class Settings(Section):
 
     def as_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
-
-    def flat(self) -> dict[str, Any]:
-        """Every value by its dotted key, in JSON's types; a list is one value."""
-
-        def leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-            for key, value in values.items():
-                if isinstance(value, Mapping):
-                    yield from leaves(value, f"{prefix}{key}.")
-                else:
-                    yield prefix + key, value
-
-        return dict(leaves(self.as_dict(), ""))
 
     @model_validator(mode="after")
     def _cross_checks(self) -> "Settings":
