@@ -11,7 +11,7 @@ settings file that it writes (and that can be run again by hand):
   speculators  speculators trains its own model on the train states of `first`: the same samples, epochs, packed
                length, draft vocabulary, head shape, peak and shape of the learning rate
   judge        ours and theirs by replay on the eval states of `first`, paired over the same prompts
-  fp8          training of `first` again on the same states with `train.fp8`
+  again        training of `first` again on the same states with other settings, each of `--again NAME KEY=VALUE …`
   warm-own     other prompts, a warm start from our own first head, which also drafts while they are answered
   warm-theirs  the same answers again (their states by prefill), a warm start from speculators' head, ours beside it in the baseline
 
@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-PARTS = ("first", "speculators", "fp8", "judge", "warm-own", "warm-theirs")
+PARTS = ("first", "speculators", "again", "judge", "warm-own", "warm-theirs")
 
 
 class Bench:
@@ -180,17 +180,18 @@ class Bench:
     def theirs(self, name: str) -> Path:
         return self.out / f"speculators-{name}" / "checkpoints" / str(self.options.epochs - 1)
 
-    def fp8(self) -> None:
+    def again(self) -> None:
         """The run directory of `first` once more, its shards shared, from training on."""
 
         def copied(source: str, target: str) -> None:
             (os.link if Path(source).name.startswith("shard-") else shutil.copy2)(source, target)
 
-        if not (self.out / "fp8").exists():
-            shutil.copytree(self.out / "first", self.out / "fp8", copy_function=copied)
-        # A continued run takes its settings from its ledger; what is to be different is said on the command line.
-        changes = ("train.fp8=true", "evaluate.live.concurrencies=[]")
-        self.job(self.settings("fp8", job={"name": "first"}), "--redo", "train", *(part for change in changes for part in ("--set", change)))
+        for name, *changes in self.options.again:
+            if not (self.out / name).exists():
+                shutil.copytree(self.out / "first", self.out / name, copy_function=copied, ignore=shutil.ignore_patterns("published"))
+            # A continued run takes its settings from its ledger; what is to be different is said on the command line.
+            told = [part for change in (*changes, "evaluate.live.concurrencies=[]") for part in ("--set", change)]
+            self.job(self.settings(name, job={"name": "first"}), "--redo", "train", *told)
 
     def judge(self) -> None:
         """All heads trained on the states of `first` in one pass over its eval states."""
@@ -206,7 +207,7 @@ class Bench:
 
         verifier, run = VerifierWeights.read(self.verifier), self.out / "first"
         store = StateStore(run / "states" / "eval")
-        folders = {"ours": run / "trained", "fp8": self.out / "fp8" / "trained", **{f"speculators-{name}": self.theirs(name) for name in self.options.speculators}}
+        folders = {"ours": run / "trained", **{name: self.out / name / "trained" for name, *_ in self.options.again}, **{f"speculators-{name}": self.theirs(name) for name in self.options.speculators}}
         folders = {name: folder for name, folder in folders.items() if folder.exists()}
         heads = {name: load_head(folder, verifier=verifier, default_taps=self.taps()).to(torch.device(self.options.device)) for name, folder in folders.items()}
         began = time.perf_counter()
@@ -291,6 +292,7 @@ def main() -> None:
     parser.add_argument("--evaluate-every", type=int, help="optimizer steps between replays in training")
     parser.add_argument("--speculators", nargs="+", choices=("true-tokens", "own-tokens"), default=["true-tokens", "own-tokens"],
                         help="what its TTT steps are fed: the verifier's tokens (its --use-off-policy-tokens) or the draft's own (its default)")  # fmt: skip
+    parser.add_argument("--again", nargs="+", action="append", default=[], metavar=("NAME", "KEY=VALUE"), help="e.g. fp8 train.fp8=true; may be given several times")
     parser.add_argument("--scaling", type=float, nargs="*", default=[])
     parser.add_argument("--live", type=int, nargs="*", default=[1, 4], help="concurrencies; none measures nothing live")
     parser.add_argument("--live-requests", type=int, default=16)
