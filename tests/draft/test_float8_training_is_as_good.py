@@ -86,11 +86,11 @@ def test_it_is_one_graph_with_its_gradients(tmp_path):
         head.train_in_fp8()
         unroll = Unroll(head, TargetHead(language.verifier.lm_head, draft_ids(config), torch.float32), "forward_kl", every_row=True)
         step = torch.compile(unroll, fullgraph=True, dynamic=False, backend="aot_eager") if compile_it else unroll
-        with torch.autocast("cpu", torch.bfloat16):
-            step(row, Documents(row.lengths, plan.rows), 3).loss.sum().backward()
+        # Around the FP8 products in fp32: a bf16 that is rounded otherwise would be another number in FP8.
+        step(row, Documents(row.lengths, plan.rows), 3).loss.sum().backward()
         gradients.append({name: p.grad for name, p in head.named_parameters() if p.requires_grad})
     for name, eager in gradients[0].items():
-        assert error(gradients[1][name], eager.double()) < 0.05, name  # what rounds otherwise in bf16 is another number in FP8
+        assert error(gradients[1][name], eager.double()) < 1e-2, name
 
 
 def test_a_number_of_tokens_that_the_matrix_unit_cannot_take_is_refused():

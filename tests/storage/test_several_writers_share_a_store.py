@@ -115,6 +115,10 @@ def test_three_writers_make_the_store_one_reader_reads(tmp_path):
 def test_any_of_them_killed_at_any_moment_loses_nothing_committed(tmp_path):
     """Each sample changes its writer with every start, so an unfinished try of one stands before the whole one of another."""
     folder, samples, turn, kills = tmp_path / "store", range(90), 0, 0
+
+    def durable() -> int:
+        return len(list(folder.glob("durable-*")))
+
     while True:
         done = ResponseLog(folder).ids() if folder.exists() else set()
         of = 2 + turn % 2
@@ -126,8 +130,10 @@ def test_any_of_them_killed_at_any_moment_loses_nothing_committed(tmp_path):
                     (folder / f"durable-{sample}").touch()
                     time.sleep(0.005)
 
+        enough, until = durable() + 9 * (turn + 1), time.monotonic() + 60
         children = group(folder, of, work)
-        time.sleep(0.1 + 0.15 * turn)
+        while durable() < min(enough, len(samples)) and time.monotonic() < until:
+            time.sleep(0.002)  # by what was written, not by the clock: a fast machine would be done before the first kill
         victims = children if turn % 3 == 0 else children[turn % of :][:1]
         for child in victims:
             os.kill(child, signal.SIGKILL)
