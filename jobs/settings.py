@@ -165,6 +165,7 @@ class TrainSettings(Section):
     loss: Literal["forward_kl", "cross_entropy"] = Field("forward_kl", description="Against the verifier's distribution, or its sampled tokens")
     compile: bool = Field(True, description="torch.compile the step; eager on CPU")
     fp8: bool = Field(False, description="Matrix products of the layer in FP8 (Hopper, Blackwell, Ada); compare acceptance before you keep it")
+    fp32_logits: bool = Field(False, description="Logits of both output heads leave the GPU's matrix unit in fp32, not rounded to bf16; compare acceptance and speed")
     checkpoint_every: int = Field(200, ge=1, description="Optimizer steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="Newest whole checkpoints kept")
     evaluate_every: int | None = Field(None, ge=1, description="Optimizer steps between replays on the eval split; None only at the end")

@@ -135,7 +135,8 @@ class _Run:
         self.cuda = ranks.device.type == "cuda"
         self.compiled = self.cuda and settings.compile
         dtype = torch.bfloat16 if self.cuda else torch.float32
-        targets = TargetHead(verifier.lm_head, head.draft_ids.cpu(), dtype).to(ranks.device)
+        targets = TargetHead(verifier.lm_head, head.draft_ids.cpu(), dtype, settings.fp32_logits).to(ranks.device)
+        self.head.lm_head.wide = settings.fp32_logits
         unroll = Unroll(head, targets, settings.loss, every_row=self.compiled)
         self.unroll = compiled(unroll) if self.compiled else unroll
         frozen = (self.head.embed_tokens.weight, targets.sliced, *([] if targets.others is None else [targets.others]))
