@@ -85,7 +85,11 @@ class VerifierEngine:
         refuse_too_large(self.model, settings, drafter)
         self._core = _start(arguments, self.model)
         self._llm = self._core.llm
-        self._rpc("draw_by_seed")
+        try:
+            self._rpc("draw_by_seed")
+        except BaseException:
+            self.close()
+            raise
 
     # ------------------------------------------------------------------ the store
 
