@@ -38,10 +38,15 @@ def seeds_at(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (value ^ (value >> np.uint64(31))) >> np.uint64(1)
 
 
+def halves(seeds: np.ndarray) -> torch.Tensor:
+    """Seeds [n] uint64 as int32 [n, 2], what `draw` takes."""
+    return torch.from_numpy(seeds.view(np.int32).reshape(-1, 2).copy())
+
+
 def draw(logits: torch.Tensor, seeds: torch.Tensor, top_p: torch.Tensor | None, kept: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Token ids [n], int64.
 
-    logits [n, V] fp32, divided by the temperature; seeds [n, 2] int32, halves of `seeds_at`; top_p [n] or None.
+    logits [n, V] fp32, divided by the temperature; seeds [n, 2] int32, the `halves` of `seeds_at`; top_p [n] or None.
     """
     e = exponential(seeds, logits.shape[-1])  # [n, V]
     scores = logits - e.log()
@@ -141,7 +146,6 @@ class SeededSampler:
         return self._draw(logits, self._seeds, p), None
 
     def _draw(self, logits: torch.Tensor, seeds: np.ndarray, top_p: torch.Tensor | None) -> torch.Tensor:
-        halves = torch.from_numpy(seeds.view(np.int32).reshape(-1, 2).copy())
         if self.device.type != "cuda":
-            return draw(logits, halves, top_p, nucleus_by_sorting)
-        return draw_compiled(logits, halves.pin_memory().to(self.device, non_blocking=True), top_p)
+            return draw(logits, halves(seeds), top_p, nucleus_by_sorting)
+        return draw_compiled(logits, halves(seeds).pin_memory().to(self.device, non_blocking=True), top_p)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, random_sample
 
-from jobs.verifier.seeded_sampler import draw, draw_compiled, nucleus_by_sorting, seeds_at
+from jobs.verifier.seeded_sampler import draw, draw_compiled, halves, nucleus_by_sorting, seeds_at
 
 
 def milliseconds(call: Callable[[], object], seconds: float = 0.5) -> float:
@@ -37,10 +37,10 @@ def measure(rows: int, tokens: int) -> dict[str, float]:
     generators = {row: torch.Generator(device=device) for row in range(rows)}
 
     def ours() -> torch.Tensor:
-        halves = torch.from_numpy(seeds_at(seeds, seeds).view(np.int32).reshape(-1, 2).copy())
+        given = halves(seeds_at(seeds, seeds))
         if device == "cpu":
-            return draw(logits, halves, top_p, nucleus_by_sorting)
-        return draw_compiled(logits, halves.pin_memory().to(device, non_blocking=True), top_p)
+            return draw(logits, given, top_p, nucleus_by_sorting)
+        return draw_compiled(logits, given.pin_memory().to(device, non_blocking=True), top_p)
 
     def theirs() -> torch.Tensor:
         for row, generator in generators.items():

@@ -80,17 +80,21 @@ def test_it_is_one_graph_with_its_gradients(tmp_path):
     store = make_store(tmp_path, [(4, 60), (3, 50)], language=language)
     plan = Plan(cut_store(store, store.ids(), config, 64), rows=128, accumulate=1, epochs=1, max_steps=None, seed=0)
     row = load(store, plan.step_rows(0)[0], plan.rows, TAPS)
-    gradients = []
-    for compile_it in (False, True):
+
+    def gradients_of(compile_it: bool, autocast: bool) -> dict[str, torch.Tensor]:
         head = new_head(language)
         head.train_in_fp8()
         unroll = Unroll(head, TargetHead(language.verifier.lm_head, draft_ids(config), torch.float32), "forward_kl", every_row=True)
         step = torch.compile(unroll, fullgraph=True, dynamic=False, backend="aot_eager") if compile_it else unroll
-        # Around the FP8 products in fp32: a bf16 that is rounded otherwise would be another number in FP8.
-        step(row, Documents(row.lengths, plan.rows), 3).loss.sum().backward()
-        gradients.append({name: p.grad for name, p in head.named_parameters() if p.requires_grad})
-    for name, eager in gradients[0].items():
-        assert error(gradients[1][name], eager.double()) < 1e-2, name
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            step(row, Documents(row.lengths, plan.rows), 3).loss.sum().backward()
+        return {name: p.grad for name, p in head.named_parameters() if p.requires_grad}
+
+    assert all(gradient.isfinite().all() for gradient in gradients_of(True, autocast=True).values())
+    # Held against each other in fp32 around the FP8 products: a bf16 that is rounded otherwise would be another number in FP8.
+    compiled = gradients_of(True, autocast=False)
+    for name, eager in gradients_of(False, autocast=False).items():
+        assert error(compiled[name], eager.double()) < 1e-2, name
 
 
 def test_a_number_of_tokens_that_the_matrix_unit_cannot_take_is_refused():

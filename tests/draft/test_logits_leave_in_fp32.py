@@ -3,6 +3,7 @@
 import pytest
 import torch
 from synthetic_states import TAPS, Language, draft_ids, make_store, one_core, small_config  # noqa: F401 - a fixture
+from test_float8_training_is_as_good import error
 from test_train_refuses_and_skips import new_head, run
 
 from jobs.draft import wide_product
@@ -12,10 +13,6 @@ from jobs.draft.loss import TargetHead, Unroll
 from jobs.draft.packing import Plan
 
 pytestmark = pytest.mark.usefixtures("one_core")
-
-
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.detach().double() - exact.detach().double()).norm() / exact.detach().double().norm())
 
 
 def test_only_the_factors_are_rounded():

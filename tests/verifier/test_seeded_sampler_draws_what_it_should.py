@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from jobs.verifier.seeded_sampler import SEED_KEY, SeededSampler, draw, draw_compiled, exponential, nucleus, nucleus_by_sorting, seeds_at
+from jobs.verifier.seeded_sampler import SEED_KEY, SeededSampler, draw, draw_compiled, exponential, halves, nucleus, nucleus_by_sorting, seeds_at
 
 by_search, by_sorting = functools.partial(draw, kept=nucleus), functools.partial(draw, kept=nucleus_by_sorting)
 
 
-def halves(count: int, seed: int = 0) -> torch.Tensor:
+def seeded(count: int, seed: int = 0) -> torch.Tensor:
     """[count, 2] int32: the seeds of so many positions of one request."""
-    return torch.from_numpy(seeds_at(np.full(count, seed, np.uint64), np.arange(count)).view(np.int32).reshape(-1, 2).copy())
+    return halves(seeds_at(np.full(count, seed, np.uint64), np.arange(count)))
 
 
 def expected(logits: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -38,7 +38,7 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 def test_tokens_come_as_often_as_vllm_says(way, top_p):
     torch.manual_seed(1)
     logits, rows = torch.randn(1, 40) * 2.5, 100_000
-    counts = torch.bincount(way(logits.expand(rows, -1), halves(rows), torch.full((rows,), top_p)), minlength=40).double()
+    counts = torch.bincount(way(logits.expand(rows, -1), seeded(rows), torch.full((rows,), top_p)), minlength=40).double()
     wanted = expected(logits, top_p)[0].double()
     assert counts[wanted == 0].sum() == 0
     assert abs(chi_square(counts, wanted)) < 5
@@ -61,16 +61,16 @@ def test_the_nucleus_is_vllms(found, spread):
 def test_rows_do_not_depend_on_each_other_nor_on_the_batch():
     torch.manual_seed(3)
     logits, top_p = torch.randn(50, 300), torch.rand(50).clamp(min=0.1)
-    together = by_search(logits, halves(50), top_p)
-    assert together.tolist() == [by_search(logits[i : i + 1], halves(50)[i : i + 1], top_p[i : i + 1]).item() for i in range(50)]
-    assert together.tolist() == by_sorting(logits, halves(50), top_p).tolist()
-    assert together.tolist() != by_search(logits, halves(50, seed=1), top_p).tolist()
+    together = by_search(logits, seeded(50), top_p)
+    assert together.tolist() == [by_search(logits[i : i + 1], seeded(50)[i : i + 1], top_p[i : i + 1]).item() for i in range(50)]
+    assert together.tolist() == by_sorting(logits, seeded(50), top_p).tolist()
+    assert together.tolist() != by_search(logits, seeded(50, seed=1), top_p).tolist()
 
 
 def test_a_rare_token_is_drawn_as_seldom_as_it_should():
     """1 in 2,000,000, which 24 random bits would hardly know."""
     rows, tokens = 4000, 5000
-    e = torch.cat([exponential(halves(rows, seed), tokens).flatten() for seed in range(10)])  # 2e8
+    e = torch.cat([exponential(seeded(rows, seed), tokens).flatten() for seed in range(10)])  # 2e8
     for below in (1e-7, 5e-7, 1e-5):
         seen, wanted = (e < below).sum().item(), below * e.numel()
         assert abs(seen - wanted) < 5 * wanted**0.5, (below, seen, wanted)
@@ -78,8 +78,8 @@ def test_a_rare_token_is_drawn_as_seldom_as_it_should():
 
 
 def test_neighbouring_positions_and_seeds_have_nothing_in_common():
-    u = exponential(halves(2000), 200).neg().exp()  # uniform, [position, token]
-    for one, other in ((u[:-1], u[1:]), (u[:, :-1], u[:, 1:]), (u, exponential(halves(2000, seed=1), 200).neg().exp())):
+    u = exponential(seeded(2000), 200).neg().exp()  # uniform, [position, token]
+    for one, other in ((u[:-1], u[1:]), (u[:, :-1], u[:, 1:]), (u, exponential(seeded(2000, seed=1), 200).neg().exp())):
         together = torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1].item()
         assert abs(together) < 5 / one.numel() ** 0.5
 
@@ -87,8 +87,8 @@ def test_neighbouring_positions_and_seeds_have_nothing_in_common():
 def test_one_token_that_is_certain_is_drawn_and_masked_ones_never():
     logits = torch.full((20_000, 30), -torch.inf)
     logits[:, 7] = 0.0
-    assert (by_search(logits, halves(20_000), torch.full((20_000,), 0.95)) == 7).all()
-    assert (by_sorting(logits, halves(20_000), torch.ones(20_000)) == 7).all()
+    assert (by_search(logits, seeded(20_000), torch.full((20_000,), 0.95)) == 7).all()
+    assert (by_sorting(logits, seeded(20_000), torch.ones(20_000)) == 7).all()
 
 
 def test_of_equal_logits_at_the_limit_all_are_kept():
@@ -111,8 +111,8 @@ def test_it_is_compiled_once_for_any_number_of_rows():
     for rows in (256, 300, 7, 2, 1, 64):
         with torch.inference_mode():
             logits = torch.randn(rows, 500)
-            drawn = draw_compiled(logits, halves(rows), everywhere[:rows], compilations)
-            assert drawn.tolist() == by_sorting(logits, halves(rows), everywhere[:rows]).tolist()
+            drawn = draw_compiled(logits, seeded(rows), everywhere[:rows], compilations)
+            assert drawn.tolist() == by_sorting(logits, seeded(rows), everywhere[:rows]).tolist()
     assert compilations.frame_count == 1
     torch._dynamo.reset()
 
@@ -139,7 +139,7 @@ def test_each_row_is_drawn_by_its_answers_seed_at_the_position_of_its_first_toke
     torch.manual_seed(7)
     logits = torch.randn(3, 2000)
     seeds = seeds_at(np.array([11, 0, 12], np.uint64), np.array([5, 9, 18]))
-    wanted = by_sorting(logits, torch.from_numpy(seeds.view(np.int32).reshape(-1, 2).copy()), torch.full((3,), 0.9))
+    wanted = by_sorting(logits, halves(seeds), torch.full((3,), 0.9))
     assert torch.equal(runner._sample(logits, SimpleNamespace(num_draft_tokens=[0, 0, 2])), wanted)
     assert not torch.equal(runner._sample(logits, None), wanted), "without its drafts the last one is two tokens further"
 
@@ -150,5 +150,5 @@ def test_compiled_it_draws_the_same():
     torch.manual_seed(4)
     for rows in (256, 2, 1, 7, 300):
         logits, top_p = torch.randn(rows, 32_768) * 3, torch.full((rows,), 0.95)
-        drawn = draw_compiled(logits.cuda(), halves(rows).cuda(), top_p.cuda()).cpu()
-        assert (drawn == by_sorting(logits, halves(rows), top_p)).float().mean() > 0.99
+        drawn = draw_compiled(logits.cuda(), seeded(rows).cuda(), top_p.cuda()).cpu()
+        assert (drawn == by_sorting(logits, seeded(rows), top_p)).float().mean() > 0.99
