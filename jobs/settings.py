@@ -165,6 +165,7 @@ class TrainSettings(Section):
     loss: Literal["forward_kl", "cross_entropy"] = Field("forward_kl", description="Against the verifier's distribution, or its sampled tokens")
     compile: bool = Field(True, description="torch.compile the step; eager on CPU")
     fp8: bool = Field(False, description="Matrix products of the layer in FP8 (Hopper, Blackwell, Ada); compare acceptance before you keep it")
+    precision: Literal["bf16", "tf32", "fp32"] = Field("bf16", description="Of the matrix products on a GPU; weights and optimizer state are fp32 in any case. The finer ones are for small verifiers, whose training is short anyway")
     fp32_logits: bool = Field(False, description="Logits of both output heads leave the GPU's matrix unit in fp32, not rounded to bf16; compare acceptance and speed")
     checkpoint_every: int = Field(200, ge=1, description="Optimizer steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="Newest whole checkpoints kept")

@@ -5,7 +5,7 @@ Decisions:
   go round-robin to the ranks, losses are SUMMED in the backward pass, and gradients divided by the
   global number of loss positions afterwards, together with the clipping, in one pass. Each rank
   updates its share of the weights (`jobs.draft.shares`).
-* Weights, gradients, moments and norms are fp32; matmuls are bf16 on CUDA (autocast), fp32 on CPU.
+* Weights, gradients, moments and norms are fp32; matmuls are bf16 on CUDA (autocast; see `train.precision`), fp32 on CPU.
 * Nothing waits for the GPU: clipping and the decision to leave a step out happen on the device
   (`jobs.draft.update`), and the host hears of a step while the next one runs.
 * The learning rate is a function of the step, and training draws no random numbers outside the plan,
@@ -134,7 +134,10 @@ class _Run:
         self.trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
         self.cuda = ranks.device.type == "cuda"
         self.compiled = self.cuda and settings.compile
-        dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.narrow = self.cuda and settings.precision == "bf16"
+        if self.cuda:
+            torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
+        dtype = torch.bfloat16 if self.narrow else torch.float32
         targets = TargetHead(verifier.lm_head, head.draft_ids.cpu(), dtype, settings.fp32_logits).to(ranks.device)
         self.head.lm_head.wide = settings.fp32_logits
         unroll = Unroll(head, targets, settings.loss, every_row=self.compiled)
@@ -224,7 +227,7 @@ class _Run:
                 final = row.final_of(row.undecided.rows.to(self.ranks.device, non_blocking=True))
                 row = replace(row, covered=self.coverage.decide(row.undecided, row.covered, final, self.targets))
             row = replace(row, undecided=None)
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.cuda):
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.narrow):
             unrolled = self.unroll(row, documents, ttt_steps)
         (unrolled.loss * decay).sum().backward()
         return torch.stack([column.detach() for column in unrolled]).double()

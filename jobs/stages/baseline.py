@@ -25,7 +25,7 @@ from jobs.verifier.facts import VerifierFacts
 
 NAME = "baseline"
 SETTINGS = (
-    "heads", "gate", "evaluate.draft_tokens", "evaluate.bootstrap", "prompts.domains", "job.seed", "vocab",
+    "heads", "gate", "verifier.dtype", "evaluate.draft_tokens", "evaluate.bootstrap", "prompts.domains", "job.seed", "vocab",
     "train.heads", "train.kv_heads", "train.head_dim", "train.intermediate_size", "train.rope_theta", "train.norm_before_residual",
 )  # fmt: skip
 

@@ -18,7 +18,10 @@ from jobs.storage.files import read_json
 from jobs.storage.states import StateStore
 
 NAME = "evaluate"
-SETTINGS = ("evaluate.draft_tokens", "evaluate.bootstrap", "evaluate.min_gain_over_untrained", "evaluate.min_gain_over_ngram", "evaluate.min_gain_over_best", "prompts.domains", "job.seed")
+SETTINGS = (
+    "verifier.dtype", "evaluate.draft_tokens", "evaluate.bootstrap", "evaluate.min_gain_over_untrained", "evaluate.min_gain_over_ngram",
+    "evaluate.min_gain_over_best", "prompts.domains", "job.seed",
+)  # fmt: skip
 
 
 def inputs(context: Context) -> list[Path]:

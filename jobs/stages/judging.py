@@ -8,6 +8,7 @@ are of the run's own prompts.
 """
 
 import contextlib
+import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 
 from jobs.draft import statistics
 from jobs.draft.acceptance import Counts, Judgement
+from jobs.draft.model import Eagle3Head
 from jobs.draft.replay import Candidate, judge_chains, judge_heads, standard_labels
 from jobs.errors import MustFix
 from jobs.run import Context
@@ -34,17 +36,27 @@ LABELS_SHOWN = 8
 
 
 def judge_all(context: Context, candidates: Mapping[str, Candidate], store: StateStore) -> dict[str, Judgement]:
-    """Every head in one pass over the eval states; each judgement is kept."""
+    """Every head, as it is served, in one pass over the eval states; each judgement is kept."""
     if not candidates:
         return {}
     _tell_incomplete(context, store)
+    served: dict[int, Eagle3Head] = {}  # two readings of one head share it
+    for candidate in candidates.values():
+        served.setdefault(id(candidate.head), as_served(context, candidate.head))
     judged = judge_heads(
-        candidates, store, store.ids(), context.settings.evaluate.draft_tokens, labels=labels(context), should_stop=context.should_stop,
+        {name: replace(candidate, head=served[id(candidate.head)]) for name, candidate in candidates.items()}, store, store.ids(),
+        context.settings.evaluate.draft_tokens, labels=labels(context), should_stop=context.should_stop,
         progress=lambda done, total: context.progress(done, total, "answers"),
     )  # fmt: skip
     for judgement in judged.values():
         keep(context, judgement)
     return judged
+
+
+def as_served(context: Context, head: Eagle3Head) -> Eagle3Head:
+    """The head in the verifier's type, in which it is published and vLLM computes drafts: a copy where it was trained in another."""
+    dtype = getattr(torch, context.settings.verifier.dtype)
+    return head if head.fc.weight.dtype == dtype else copy.deepcopy(head).to(dtype)
 
 
 def _tell_incomplete(context: Context, store: StateStore) -> None:

@@ -23,7 +23,7 @@ from jobs.storage.files import read_json, write_json_atomically
 from jobs.storage.states import StateStore
 
 NAME = "scaling"
-SETTINGS = ("evaluate.scaling", "evaluate.draft_tokens", "evaluate.bootstrap", "train", "job.seed", "heads.warm_start", "verifier.taps")
+SETTINGS = ("evaluate.scaling", "verifier.dtype", "evaluate.draft_tokens", "evaluate.bootstrap", "train", "job.seed", "heads.warm_start", "verifier.taps")
 
 
 def inputs(context: Context) -> list[Path]:

@@ -40,7 +40,7 @@ def run(context: Context) -> dict[str, Any]:
     depth, log = settings.evaluate.draft_tokens, JsonLog(context.path / "train.jsonl")
 
     def replay(current: Eagle3Head) -> dict[str, Any]:
-        judged = judge(current, evaluation, own_prompts, depth, name="in training")
+        judged = judge(judging.as_served(context, current), evaluation, own_prompts, depth, name="in training")
         return {"acceptance": judged.mean_acceptance_length, "rates": judged.walk.rates}
 
     def report(line: dict[str, Any]) -> None:

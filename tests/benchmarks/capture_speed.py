@@ -1,13 +1,14 @@
 """Rates of two ways on the same machine: ours, and speculators' generator with its one file a sample.
 
-    python capture_speed.py make|ours|speculators WORK [tiny|smol|middle] [--sequences N] [--answer N] [--eager] [--gpus N] [--parallel auto|tp|…]
+    python capture_speed.py make|ours|speculators WORK [tiny|smol|middle] [--sequences N] [--requests N] [--answer N] [--eager] [--gpus N] [--parallel auto|tp|…]
 
 Each prints one line of JSON. Made for a GPU; with few sequences and `--eager` it also runs on a CPU.
 
 `make` writes a verifier with random weights: `middle` is a Kimi-K2.5 with the real attention's inner sizes and 3 B
 parameters, `smol` a Llama of SmolLM2-135M's shape (rates do not depend on the weights).
-`ours` decodes with and without capture on one engine, taking turns, and prefills the answers into a store.
-`speculators` prefills the same tokens with the pinned release and saves one file a sample.
+`ours` decodes with and without capture on one engine, taking turns, and prefills the answers into a store. There are more
+requests than places, of unequal lengths, as in a run: were all to end in one step, nearly all would be written after it.
+`speculators` prefills the first of the same tokens with the pinned release and saves one file a sample.
 """
 
 import argparse
@@ -133,8 +134,13 @@ def into_store(engine: VerifierEngine, folder: Path, wanted: list[Request], taps
 
 def wanted(given: argparse.Namespace, name: str, temperature: float = 1.0) -> list[Request]:
     generator = torch.Generator().manual_seed(7)
-    prompts = torch.randint(0, 1500, (given.sequences, PROMPT), generator=generator).tolist()
-    return [Request(f"{name}{i:04d}#0", prompt, max_tokens=given.answer, temperature=temperature, top_p=0.95 if temperature else 1.0, seed=i, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    count = given.requests or 4 * given.sequences
+    prompts = torch.randint(0, 1500, (count, PROMPT), generator=generator).tolist()
+    lengths = torch.randint(given.answer // 2, given.answer * 3 // 2 + 1, (count,), generator=generator).tolist()
+    return [
+        Request(f"{name}{i:05d}#0", prompt, max_tokens=length, temperature=temperature, top_p=0.95 if temperature else 1.0, seed=i, ignore_eos=True)
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
 
 
 def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
@@ -172,7 +178,7 @@ def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
     found |= {
         "seconds": {kind: [round(v, 2) for v in values] for kind, values in times.items()}, "prefill_seconds": [round(v, 2) for v in prefills],
         "capture_ratio": round(best["with"] / best["without"], 3), "capture_ratio_greedy": round(best["greedy_with"] / best["greedy_without"], 3),
-        "response_tokens_per_s": round(given.sequences * given.answer / best["with"]), "rows": rows, "prefill_rows_per_s": round(rows / min(prefills)),
+        "response_tokens_per_s": round((rows + len(tokens) - PROMPT * len(tokens)) / best["with"]), "rows": rows, "prefill_rows_per_s": round(rows / min(prefills)),
         "decode_rows_per_s": round(rows / best["with"]), "bytes_a_row": round(written / rows), "verify_problems": problems,
         # Of the process that has the states: the largest there was.
         "peak_host_gib": round(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 2**20, 2),
@@ -184,7 +190,7 @@ def speculators(work: Path, model: Path, given: argparse.Namespace) -> dict:
     """Rows a second of the same tokens to one file a sample (torch.save from four threads, as its script does)."""
     from jobs.verifier.speculators_backend import _start
 
-    tokens = json.loads((work / "tokens.json").read_text())
+    tokens = json.loads((work / "tokens.json").read_text())[: given.sequences]
     facts, begun = VerifierFacts.read(model), time.monotonic()
     generator = _start(model, settings(given), sorted({tap - 1 for tap in facts.default_taps} | {facts.layers - 1}))
     started = time.monotonic() - begun
@@ -221,7 +227,8 @@ if __name__ == "__main__":
     parser.add_argument("work", type=Path)
     parser.add_argument("model", nargs="?", default="middle", choices=["tiny", "smol", "middle"])
     parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--answer", type=int, default=320)
+    parser.add_argument("--requests", type=int, help="four times as many as there are places if left out")
+    parser.add_argument("--answer", type=int, default=320, help="mean length; a half to one and a half of it")
     parser.add_argument("--rounds", type=int, default=2, help="the least of so many is told")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--parallel", default="auto", help="verifier.parallel")

@@ -27,6 +27,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +74,9 @@ class Bench:
         begin = 0
         for name, size in sizes.items():
             chosen = [{key: value for key, value in row.items() if key != "split"} for row in rows[begin : begin + size]]
-            files[name].write_text("".join(json.dumps(row) + "\n" for row in chosen))
+            text = "".join(json.dumps(row) + "\n" for row in chosen)
+            if not files[name].exists() or files[name].read_text() != text:  # a run beside this one may be reading it
+                files[name].write_text(text)
             begin += size
         return files
 
@@ -160,8 +164,13 @@ class Bench:
             self.say("live.speedup", **found["speedup"], same_answers=found.get("same_answers"))
 
     def speculators(self) -> None:
-        for name in self.options.speculators:
-            self._speculators(name)
+        self.each(self._speculators, self.options.speculators)
+
+    def each(self, train: Callable[[Any], None], of: Sequence[Any]) -> None:
+        """Trainings on the states of `first`, so many at once."""
+        with ThreadPoolExecutor(self.options.at_once) as pool:
+            for done in [pool.submit(train, one) for one in of]:
+                done.result()
 
     def _speculators(self, name: str) -> None:
         o, out = self.options, self.out / f"speculators-{name}"
@@ -171,7 +180,7 @@ class Bench:
                 "--taps", *map(str, self.taps()), "--epochs", str(o.epochs), "--tokens-per-step", str(o.tokens_per_step),
                 "--learning-rate", str(o.speculators_learning_rate or o.learning_rate), "--warmup-share", str(o.warmup_share),
                 "--device", o.device, "--seed", str(o.seed), *(["--intermediate-size", str(o.intermediate_size)] if o.intermediate_size else []),
-                *(["--true-tokens"] if name == "true-tokens" else []),
+                *(["--true-tokens"] if name.startswith("true-tokens") else []), *(["--dtype", "bfloat16"] if name.endswith("-bf16") else []),
             ]  # fmt: skip
             # Its attention is compiled; where there is no GPU it runs uncompiled.
             self.process(command, self.out / f"speculators-{name}.log", {} if o.device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"})
@@ -181,20 +190,23 @@ class Bench:
         return self.out / f"speculators-{name}" / "checkpoints" / str(self.options.epochs - 1)
 
     def again(self) -> None:
+        self.each(self._again, self.options.again)
+
+    def _again(self, asked: list[str]) -> None:
         """The run directory of `first` once more, its shards shared, from training on."""
 
         def copied(source: str, target: str) -> None:
             (os.link if Path(source).name.startswith("shard-") else shutil.copy2)(source, target)
 
-        for name, *changes in self.options.again:
-            if not (self.out / name).exists():
-                shutil.copytree(self.out / "first", self.out / name, copy_function=copied, ignore=shutil.ignore_patterns("published"))
-            # A continued run takes its settings from its ledger; what is to be different is said on the command line.
-            told = [part for change in (*changes, "evaluate.live.concurrencies=[]") for part in ("--set", change)]
-            self.job(self.settings(name, job={"name": "first"}), "--redo", "train", *told)
+        name, *changes = asked
+        if not (self.out / name).exists():
+            shutil.copytree(self.out / "first", self.out / name, copy_function=copied, ignore=shutil.ignore_patterns("published"))
+        # A continued run takes its settings from its ledger; what is to be different is said on the command line.
+        told = [part for change in (*changes, "evaluate.live.concurrencies=[]") for part in ("--set", change)]
+        self.job(self.settings(name, job={"name": "first"}), "--redo", "train", *told)
 
     def judge(self) -> None:
-        """All heads trained on the states of `first` in one pass over its eval states."""
+        """All heads trained on the states of `first` in one pass over its eval states, as trained and as served: in the verifier's type."""
         import torch
 
         from jobs.draft.formats import load_head
@@ -209,7 +221,11 @@ class Bench:
         store = StateStore(run / "states" / "eval")
         folders = {"ours": run / "trained", **{name: self.out / name / "trained" for name, *_ in self.options.again}, **{f"speculators-{name}": self.theirs(name) for name in self.options.speculators}}
         folders = {name: folder for name, folder in folders.items() if folder.exists()}
-        heads = {name: load_head(folder, verifier=verifier, default_taps=self.taps()).to(torch.device(self.options.device)) for name, folder in folders.items()}
+        forms = {"": None} | ({".served": torch.bfloat16} if self.options.dtype == "bfloat16" else {})
+        heads = {
+            name + form: load_head(folder, verifier=verifier, default_taps=self.taps(), dtype=dtype).to(torch.device(self.options.device))
+            for form, dtype in forms.items() for name, folder in folders.items()
+        }  # fmt: skip
         began = time.perf_counter()
         judged = judge_heads({name: Candidate(head, self.taps()) for name, head in heads.items()}, store, own_ids(store), 3)
         seconds, tokens = time.perf_counter() - began, judged["ours"].walk.tokens
@@ -223,8 +239,9 @@ class Bench:
         for name, judgement in judged.items():
             write_json_atomically(self.out / f"judged-{name}.json", judgement.as_dict())
             self.say(f"judge.{name}", **mean_interval(judgement)._asdict(), rates=[round(r, 4) for r in judgement.walk.rates], steps=judgement.walk.steps)
-        for name in list(judged)[1:]:
-            self.say(f"judge.ours_over_{name}", **paired_gain_interval(judged["ours"], judged[name])._asdict())
+        for form in forms:
+            for name in list(folders)[1:]:
+                self.say(f"judge.ours_over_{name}{form}", **paired_gain_interval(judged["ours" + form], judged[name + form])._asdict())
 
     def _warm(self, name: str, start: str, candidates: dict[str, Path], **generate: Any) -> None:
         o, listed = self.options, [{"name": each, "model": str(folder)} for each, folder in candidates.items()]
@@ -290,9 +307,10 @@ def main() -> None:
     parser.add_argument("--warm-learning-rate", type=float, default=3e-4)
     parser.add_argument("--warmup-share", type=float, default=0.03)
     parser.add_argument("--evaluate-every", type=int, help="optimizer steps between replays in training")
-    parser.add_argument("--speculators", nargs="+", choices=("true-tokens", "own-tokens"), default=["true-tokens", "own-tokens"],
-                        help="what its TTT steps are fed: the verifier's tokens (its --use-off-policy-tokens) or the draft's own (its default)")  # fmt: skip
+    parser.add_argument("--speculators", nargs="+", choices=("true-tokens", "own-tokens", "true-tokens-bf16", "own-tokens-bf16"), default=["true-tokens", "own-tokens"],
+                        help="what its TTT steps are fed: the verifier's tokens (its --use-off-policy-tokens) or the draft's own (its default); in fp32, or all of it in bf16")  # fmt: skip
     parser.add_argument("--again", nargs="+", action="append", default=[], metavar=("NAME", "KEY=VALUE"), help="e.g. fp8 train.fp8=true; may be given several times")
+    parser.add_argument("--at-once", type=int, default=1, help="trainings of `speculators` and `again` side by side; their seconds then say little")
     parser.add_argument("--scaling", type=float, nargs="*", default=[])
     parser.add_argument("--live", type=int, nargs="*", default=[1, 4], help="concurrencies; none measures nothing live")
     parser.add_argument("--live-requests", type=int, default=16)

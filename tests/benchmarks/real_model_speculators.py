@@ -7,7 +7,8 @@ checkpoint are speculators' own, put together as its `scripts/train.py` does; on
 
 Its recipe is kept (noise on the features, AdamW's defaults, the first residual normed, the verifier's attention
 shape and its output rows as a start) where the two are not to be compared at the same value: the draft vocabulary, the samples, the
-epochs, the packed length, the peak and the schedule of the learning rate.
+epochs, the packed length, the peak and the schedule of the learning rate. In fp32 its head is better than in the
+bf16 that its script trains in, weights and optimizer state included: the harder one to beat.
 """
 
 import argparse
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--ttt-steps", type=int, default=3)
     parser.add_argument("--intermediate-size", type=int)
     parser.add_argument("--true-tokens", action="store_true", help="its --use-off-policy-tokens: feed the verifier's tokens, not the draft's argmax")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights, features and optimizer state; its script takes bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -108,10 +110,13 @@ def main() -> None:
 
     verifier, vocabulary = VerifierWeights.read(options.verifier), DraftVocabulary.load(options.run / "vocab.safetensors")
     torch.manual_seed(options.seed)
+    dtype = getattr(torch, options.dtype)
+    torch.set_default_dtype(dtype)  # a `.to` afterwards would round the rope's frequencies too
     model = draft_model(options.verifier, vocabulary, options)
+    torch.set_default_dtype(torch.float32)
     store = StateStore(options.run / "states" / "train")
     files = write_files(store, tuple(options.taps), verifier, model.config.transformer_layer_config.rms_norm_eps, options.out / "data")
-    data = Eagle3SampleFileDataset(max_len=options.tokens_per_step, file_list=files, transform=AddUniformNoise(std=NOISE))
+    data = Eagle3SampleFileDataset(max_len=options.tokens_per_step, file_list=files, transform=AddUniformNoise(std=NOISE), hidden_states_dtype=dtype)
     sampler = MultipackDistributedBatchSamplerV2(batch_max_length=options.tokens_per_step, lengths=data.approx_lengths, num_replicas=1, rank=0)
     workers = min(12, os.cpu_count() or 1) if options.device == "cuda" else 0
     loader = DataLoader(

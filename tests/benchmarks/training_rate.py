@@ -59,12 +59,12 @@ class Bench:
             with open(self.options.out, "a") as file:
                 file.write(line + "\n")
 
-    def attempt(self, name: str, needs: float, part: Callable[..., None], *arguments) -> None:
+    def attempt(self, name: str, needs: float, part: Callable[..., None], *arguments, **changes) -> None:
         """One part: skipped where the time is short, and a failure is a line, not the end."""
         if self.left < needs:
             return self.say(name, skipped=f"{self.left:.0f} s left, {needs:.0f} needed")
         try:
-            part(*arguments)
+            part(*arguments, **changes)
         except Exception as error:  # noqa: BLE001 - the next part may well work
             self.say(name, error=f"{type(error).__name__}: {error}"[:400])
             traceback.print_exc()
@@ -86,10 +86,10 @@ def _short(value):
 # ------------------------------------------------------------------ one GPU
 
 
-def ours(bench: Bench, rows: int, extra: bool, name: str = "ours", fp8: bool = False) -> None:
-    """Our step at one size; extra: also samples of 503 tokens, and an epoch that has rows to decide."""
+def ours(bench: Bench, rows: int, extra: bool, name: str = "ours", **changes) -> None:
+    """Our step at one size, with `changes` in its settings; extra: also samples of 503 tokens, and an epoch that has rows to decide."""
     began = time.perf_counter()
-    made = Ours(bench.config, rows, Ranks(0, 1, bench.device), bench.folder, fp8=fp8)
+    made = Ours(bench.config, rows, Ranks(0, 1, bench.device), bench.folder, **changes)
     if name == "ours.kept_by_default":  # PyTorch's own choice of what the backward pass finds ready
         torch._functorch.config.ban_recompute_materialized_backward = True
     feed = made.feed(documents_of(rows, 512))
@@ -193,7 +193,7 @@ def one_gpu(bench: Bench) -> None:
     bench.attempt("ours", 60, ours, bench, first, True)
     bench.attempt("floor", 15, floor, bench, first)
     bench.attempt("ours", 50, ours, bench, second, False)
-    bench.attempt("ours.fp8", 60, ours, bench, first, False, "ours.fp8", True)
+    bench.attempt("ours.fp8", 60, ours, bench, first, False, "ours.fp8", fp8=True)
     one = (512, (SAMPLE,), "speculators.one_503_token_sample")
     size = lambda rows: (rows, documents_of(rows, 512), "speculators")  # noqa: E731
     bench.attempt("speculators", 60, peer, bench, [size(second), one, size(2048), size(first)])
@@ -203,6 +203,12 @@ def one_gpu(bench: Bench) -> None:
         bench.attempt("ours", 45, ours, bench, rows, False)
     bench.attempt("ours.kept_by_default", 45, ours, bench, first, False, "ours.kept_by_default")
     ratios(bench)
+
+
+def forms(bench: Bench) -> None:
+    """What finer arithmetic costs: the step in bf16, with logits in fp32, and with every product in TF32."""
+    for name, changes in {"ours": {}, "ours.fp32_logits": {"fp32_logits": True}, "ours.tf32": {"precision": "tf32"}}.items():
+        bench.attempt(name, 50, ours, bench, bench.options.rows[0], False, name, **changes)
 
 
 def from_disk(bench: Bench) -> None:
@@ -288,7 +294,7 @@ def _exchange_rate(bench: Bench, ranks: Ranks) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="rate", help="rate and disk (one GPU), ddp (under torchrun)")
+    parser.add_argument("--parts", default="rate", help="rate, forms and disk (one GPU), ddp (under torchrun)")
     parser.add_argument("--rows", type=lambda text: [int(x) for x in text.split(",")], default=[8192, 4096, 512, 32768, 16384], help="tokens a step")
     parser.add_argument("--size", choices=("real", "tiny"), default="real")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -298,7 +304,7 @@ def main() -> None:
     parser.add_argument("--out", help="append the lines here too")
     bench = Bench(parser.parse_args())
     for part in bench.options.parts.split(","):
-        bench.attempt(part, 0, {"rate": one_gpu, "disk": from_disk, "ddp": several}[part], bench)
+        bench.attempt(part, 0, {"rate": one_gpu, "forms": forms, "disk": from_disk, "ddp": several}[part], bench)
     bench.say("end")
 
 

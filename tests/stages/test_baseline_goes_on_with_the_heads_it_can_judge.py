@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from jobs.draft import replay
 from jobs.draft.formats import load_head, save_llama_eagle3
 from jobs.draft.model import Eagle3Head, HeadConfig
+from jobs.draft.replay import Candidate
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.reporting.display import Display
@@ -170,6 +172,26 @@ def test_a_judgement_made_again_is_the_same_to_the_last_byte(judged):
     baseline.run(context)
     after = {path.name: path.read_bytes() for path in (context.path / "judgements").iterdir()} | {"figures": (context.path / "baseline.json").read_bytes()}
     assert before == after
+
+
+def test_a_head_is_judged_in_the_type_in_which_it_is_served(heads, tmp_path, monkeypatch):
+    context, head = made(tmp_path, {"good": heads["good"]}), load_head(heads["good"])
+    verifier = context.settings.verifier.model_copy(update={"dtype": "bfloat16"})
+    served = Context(context.settings.model_copy(update={"verifier": verifier}), context.run, context.display)
+    given = {}
+
+    def judge_heads(candidates, *arguments, **options):
+        given.update(candidates)
+        return replay.judge_heads(candidates, *arguments, **options)
+
+    monkeypatch.setattr(judging, "judge_heads", judge_heads)
+    readings = {name: Candidate(head, taps) for name, taps in {"one": (2, 5, 7), "other": (3, 6, 8)}.items()}
+    judging.judge_all(served, readings, StateStore(context.states("eval")))
+    assert given["one"].head is given["other"].head, "two readings share the weights"
+    wanted = load_head(heads["good"], dtype=torch.bfloat16).state_dict()
+    for name, tensor in given["one"].head.state_dict().items():
+        assert torch.equal(tensor, wanted[name]), name
+    assert head.fc.weight.dtype == torch.float32, "what is given stays as it was: it may be in training"
 
 
 def test_too_few_prompts_for_an_interval_is_78(heads, tmp_path):
