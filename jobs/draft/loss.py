@@ -33,7 +33,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from jobs.draft import wide_product
 from jobs.draft.attention import Documents
 from jobs.draft.data import PackedRow
 from jobs.draft.model import Eagle3Head, UnrollCache
@@ -67,9 +66,8 @@ class TargetHead(nn.Module):
     checkpoint contains. `others` is needed only to find out what can be drafted: `forget_others`.
     """
 
-    def __init__(self, lm_head: Tensor, draft_ids: Tensor, dtype: torch.dtype, wide: bool = False):
+    def __init__(self, lm_head: Tensor, draft_ids: Tensor, dtype: torch.dtype):
         super().__init__()
-        self.wide = wide  # logits in fp32, whatever the factors are
         lm_head = lm_head.to(dtype)
         rest = torch.ones(len(lm_head), dtype=torch.bool)
         rest[draft_ids] = False
@@ -79,8 +77,7 @@ class TargetHead(nn.Module):
 
     def forward(self, final: Tensor) -> Tensor:
         """final `[M, H]`, after the verifier's last norm -> logits over the draft vocabulary `[M, Vd]`."""
-        final = final.to(self.sliced.dtype)
-        return wide_product.linear(final, self.sliced) if self.wide else final @ self.sliced.T
+        return final.to(self.sliced.dtype) @ self.sliced.T
 
     @torch.no_grad()
     def drafted(self, final: Tensor) -> Tensor:

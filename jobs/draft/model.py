@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from jobs.draft import float8, wide_product
+from jobs.draft import float8
 from jobs.draft.attention import Documents, attend
 from jobs.draft.rope import attention_factor, inverse_frequencies, rope_type, rotate
 from jobs.draft.weights import VerifierWeights
@@ -93,18 +93,16 @@ class RMSNorm(nn.Module):
 
 
 class Matrix(nn.Linear):
-    """A linear map; in training its products are in FP8 where `fp8` says so, and come out in fp32 where `wide` does."""
+    """A linear map; in training its products are in FP8 where `fp8` says so."""
 
-    fp8 = wide = False
+    fp8 = False
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight)
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """With a part of the weight in its place."""
-        if self.training and (self.fp8 or self.wide):
-            return float8.linear(x, weight) if self.fp8 else wide_product.linear(x, weight)
-        return nn.functional.linear(x, weight)
+        return float8.linear(x, weight) if self.fp8 and self.training else nn.functional.linear(x, weight)
 
 
 def _matrix(inputs: int, outputs: int) -> Matrix:

@@ -138,8 +138,7 @@ class _Run:
         if self.cuda:
             torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
         dtype = torch.bfloat16 if self.narrow else torch.float32
-        targets = TargetHead(verifier.lm_head, head.draft_ids.cpu(), dtype, settings.fp32_logits).to(ranks.device)
-        self.head.lm_head.wide = settings.fp32_logits
+        targets = TargetHead(verifier.lm_head, head.draft_ids.cpu(), dtype).to(ranks.device)
         unroll = Unroll(head, targets, settings.loss, every_row=self.compiled)
         self.unroll = compiled(unroll) if self.compiled else unroll
         frozen = (self.head.embed_tokens.weight, targets.sliced, *([] if targets.others is None else [targets.others]))
