@@ -32,8 +32,8 @@ class RowPages:
         self._given_back: list[int] = []
         self._next = 0  # pages from here on were never used
         self._source: Mapping[str, np.ndarray] = {}
-        self._from: list[int] = []  # rows of the source, and where they go in the area
-        self._to: list[int] = []
+        self._from: list[np.ndarray] = []  # rows of the source, and where they go in the area
+        self._to: list[np.ndarray] = []
 
     def take(self) -> int | None:
         """A page, or None while all are in use."""
@@ -64,21 +64,22 @@ class RowPages:
         """Note that source rows first .. become rows `row` .. of `pages`: `count`, or what the page holds; returns how many."""
         offset = row % self.page_rows
         taken, place = min(count, self.page_rows - offset), pages[row // self.page_rows] * self.page_rows + offset
-        if taken == 1:  # decoding: a thousand times a step
-            self._from.append(first)
-            self._to.append(place)
-        else:
-            self._from.extend(range(first, first + taken))
-            self._to.extend(range(place, place + taken))
+        self.copy_rows_later(np.arange(first, first + taken), np.arange(place, place + taken))
         return taken
+
+    def copy_rows_later(self, first: np.ndarray, places: np.ndarray) -> None:
+        """Note that source rows `first` go to these places, rows of the whole area; both [n]."""
+        if len(first):
+            self._from.append(first)
+            self._to.append(places)
 
     def copy_now(self) -> None:
         """Copy what was noted."""
         if not self._from:
             return
-        taken, to = np.array(self._from), np.array(self._to)
+        taken, to = np.concatenate(self._from), np.concatenate(self._to)
         if (np.diff(taken) == 1).all():  # no rejected drafts or long runs between them: then nothing is copied twice
-            taken = slice(self._from[0], self._from[-1] + 1)
+            taken = slice(taken[0], taken[-1] + 1)
         self._from, self._to = [], []
         for name, rows in self._source.items():
             self._area[name][to] = rows[taken]  # numpy lets go of the interpreter lock meanwhile

@@ -32,7 +32,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from jobs.errors import MustFix
+from jobs.errors import JobError, MustFix
 from jobs.storage.files import disk_full_named, fsync_folder, read_json, write_all, write_json_atomically
 
 VERSION = 1
@@ -161,6 +161,15 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(stored: Tensor, scale: Tensor) -> Tensor:
     """[..., H] float8 and [...] fp32 -> bfloat16 [..., H]; its 8 bits of mantissa hold e4m3's 4 with room."""
     return (stored.float() * scale.unsqueeze(-1)).bfloat16()
+
+
+def count_rows(layout: StateLayout, where: str, first_position: int, taps: Tensor, final: Tensor, logprob: Tensor) -> int:
+    """How many rows these are; JobError where their shapes do not fit the layout or each other."""
+    rows, width, count = len(logprob), layout.hidden_size, len(layout.taps)
+    got = tuple(taps.shape), tuple(final.shape), tuple(logprob.shape)
+    if got != ((rows, count, width), (rows, width), (rows,)) or first_position < 0:
+        raise JobError(f"Rows of shapes {got} at position {first_position} do not fit {count} taps of width {width}", where=where)
+    return rows
 
 
 def encode(layout: StateLayout, taps: Tensor, final: Tensor, logprob: Tensor) -> Rows:

@@ -19,7 +19,7 @@ The format is final: `tests/storage/golden` holds stores that every later reader
 change needs a new version number and a reader for the old one.
 
 This module is the door; the rooms are the modules named above, reader.py, and writer.py with what it stands on:
-recovery.py (opening what is there), free_rows.py, row_pages.py (rows in memory), disk_thread.py (writing behind) and
+recovery.py (opening what is there), free_rows.py, row_pages.py and tails.py (rows in memory), disk_thread.py (writing behind) and
 writer_group.py (several processes that write one store).
 """
 

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +36,7 @@ from jobs.storage.shards import (
     ShardPlan,
     StateLayout,
     checksum,
+    count_rows,
     create_shard,
     dequantize,
     encode,
@@ -44,6 +44,7 @@ from jobs.storage.shards import (
     shard_name,
     shard_numbers,
 )
+from jobs.storage.tails import Run, Runs, Tails
 from jobs.storage.writer_group import Member
 
 # Bytes of long runs that are written behind from the caller's own memory, at most at once.
@@ -54,23 +55,13 @@ class StateGap(JobError):
     """A sample lacks a row: the capture lost it, and no training may see a shifted sequence."""
 
 
-class Run(NamedTuple):
-    """Rows first .. first+rows-1 of what is given together: positions `position ..` of one sample."""
-
-    sample: str
-    position: int
-    first: int
-    rows: int
-
-
 @dataclass
 class _Pending:
-    """A sample being decoded: what is written of it, and `buffered` rows in `pages` from position `start` on."""
+    """A sample being decoded: what is written of it, and its rows in `pages` from position `start` on (up to where, its tail knows)."""
 
     extents: list[Extent] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     start: int = 0
-    buffered: int = 0
     finished_rows: int | None = None
 
 
@@ -93,6 +84,7 @@ class StateWriter:
         self._pending: dict[str, _Pending] = {}
         self._pages = RowPages(layout.strides(), self.extent_rows, memory_bytes)
         self._buffering: dict[str, _Pending] = {}  # those of the pending that have pages
+        self._tails = Tails()  # of the buffering
         self._pages_behind = self._bytes_behind = 0  # given to the disk thread, not yet written
         self._disk: DiskThread | None = None
         self._shards: dict[int, ShardFile] = {}
@@ -123,20 +115,28 @@ class StateWriter:
         buffered until `extent_rows` of them follow each other; positions that come again replace earlier ones.
         The caller's memory is free again, unless it is written behind.
         """
-        rows = self._check_shapes(sample_id, first_position, taps, final, logprob)
-        self.append_stored(encode(self.layout, taps, final, logprob), [Run(sample_id, first_position, 0, rows)])
+        rows = count_rows(self.layout, f"{self.folder}: sample {sample_id}", first_position, taps, final, logprob)
+        self.append_stored(encode(self.layout, taps, final, logprob), Runs.of(Run(sample_id, first_position, 0, rows)))
 
-    def append_stored(self, rows: Rows, runs: Iterable[Run]) -> None:
+    def append_stored(self, rows: Rows, runs: Runs) -> None:
         """`append` for many samples at once: `rows` as `encode` makes them, of which each run takes its own."""
-        if not len(rows["logprob"]):
+        if not len(rows["logprob"]) or not runs.samples:
             return
         source = raw(rows)
         with self._lock:
             self._raise_failure()
             with self._pages.copying(source):
-                for run in runs:
-                    self._take_in(source, run)
+                for index in self._continue(runs):
+                    self._take_in(source, runs.run(index))
             self._write_early(len(rows["logprob"]))
+
+    def _continue(self, runs: Runs) -> Iterable[int]:
+        """Buffer, all together, the runs of one row that only follow what is buffered of their sample; returns the others."""
+        if len(runs.samples) == 1 or len(set(runs.samples)) < len(runs.samples):
+            return range(len(runs.samples))
+        follow, places = self._tails.continued(runs)
+        self._pages.copy_rows_later(runs.first[follow], places)
+        return np.flatnonzero(~follow).tolist()
 
     def finish(self, sample_id: str, tokens: int) -> None:
         """The sample has `tokens` tokens in all: write what is buffered; rows from position tokens - 1 on are dropped.
@@ -186,6 +186,7 @@ class StateWriter:
             if sample and sample.finished_rows is None:
                 self._pages.give_back(sample.pages)
                 self._buffering.pop(sample_id, None)
+                self._tails.forget(sample_id)
                 self._release(sample.extents)
 
     def sync(self) -> None:
@@ -239,17 +240,6 @@ class StateWriter:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def _check_shapes(self, sample_id: str, first_position: int, taps: Tensor, final: Tensor, logprob: Tensor) -> int:
-        rows, width, count = len(logprob), self.layout.hidden_size, len(self.layout.taps)
-        got = tuple(taps.shape), tuple(final.shape), tuple(logprob.shape)
-        if got != ((rows, count, width), (rows, width), (rows,)) or first_position < 0:
-            raise JobError(
-                f"Sample {sample_id}: rows of shapes {got} at position {first_position} do not fit "
-                f"{count} taps of width {width}",
-                where=str(self.folder),
-            )
-        return rows
-
     def _sample(self, sample_id: str, first_position: int, rows: int) -> _Pending | None:
         """The sample's state; None where the rows lie behind the end of a finished sample, which is allowed."""
         sample = self._pending.get(sample_id)
@@ -272,27 +262,37 @@ class StateWriter:
         sample = self._sample(sample_id, position, rows)
         if sample is None:
             return
-        if sample.buffered and position != sample.start + sample.buffered:
+        if sample.pages and position != self._tails.position(sample_id):
             self._flush(sample_id, sample)  # computed again after a preemption, or a gap `finish` will name
         while rows:
-            if not sample.buffered:
+            if not sample.pages:
                 sample.start = position
                 if rows >= self.extent_rows:
-                    self._write_unbuffered(sample_id, sample, Run(sample_id, position, first, rows), source)
-                    return
+                    return self._write_unbuffered(sample_id, sample, Run(sample_id, position, first, rows), source)
             taken = self._buffer(sample_id, sample, first, rows)
             position, first, rows = position + taken, first + taken, rows - taken
-            if sample.buffered >= self.extent_rows:
+            if self._buffered(sample_id, sample) >= self.extent_rows:
                 self._flush(sample_id, sample)
+
+    def _buffered(self, sample_id: str, sample: _Pending) -> int:
+        """How many rows of the sample wait in its pages."""
+        return self._tails.position(sample_id) - sample.start if sample.pages else 0
 
     def _buffer(self, sample_id: str, sample: _Pending, first: int, rows: int) -> int:
         """Give up to `rows` rows their place in the sample's last page; returns how many."""
-        if sample.buffered == len(sample.pages) * self._pages.page_rows:
+        size = self._pages.page_rows
+        if self._buffered(sample_id, sample) == len(sample.pages) * size:
             page = self._take_page()  # may write this very sample, which begins its pages anew
             sample.pages.append(page)
             self._buffering[sample_id] = sample
-        taken = self._pages.copy_later(sample.pages, sample.buffered, first, min(rows, self.extent_rows - sample.buffered))
-        sample.buffered += taken
+            if len(sample.pages) == 1:
+                self._tails.put(sample_id, sample.start, page * size, 0)
+        buffered = self._buffered(sample_id, sample)
+        taken = self._pages.copy_later(sample.pages, buffered, first, min(rows, self.extent_rows - buffered))
+        buffered += taken
+        # The row that fills the extent is not among those that may follow: with it the extent is written.
+        room = min(-buffered % size, self.extent_rows - 1 - buffered)
+        self._tails.put(sample_id, sample.start + buffered, sample.pages[-1] * size + buffered % size, room)
         return taken
 
     def _take_page(self) -> int:
@@ -302,7 +302,7 @@ class StateWriter:
                 self._written.wait()  # lets go of the lock
                 self._raise_failure()
             else:
-                self._flush(*max(self._buffering.items(), key=lambda item: item[1].buffered))
+                self._flush(*max(self._buffering.items(), key=lambda item: self._buffered(*item)))
         return page
 
     def _write_early(self, rows: int) -> None:
@@ -310,7 +310,7 @@ class StateWriter:
         pages = -(-rows // self._pages.page_rows)
         if self._pages.used * 2 <= self._pages.count or self._pages_behind >= pages:
             return
-        for sample_id, sample in sorted(self._buffering.items(), key=lambda item: -item[1].buffered):
+        for sample_id, sample in sorted(self._buffering.items(), key=lambda item: -self._buffered(*item)):
             if self._pages.used * 2 <= self._pages.count or self._pages_behind >= pages:
                 break
             self._flush(sample_id, sample)
@@ -318,13 +318,15 @@ class StateWriter:
     def _flush(self, sample_id: str, sample: _Pending, *, end: int | None = None) -> None:
         """Write the buffered rows before position `end`; the buffer is emptied only once all of it is written."""
         self._pages.copy_now()
-        rows, pages = sample.buffered if end is None else min(sample.buffered, max(end - sample.start, 0)), sample.pages
+        buffered, pages = self._buffered(sample_id, sample), sample.pages
+        rows = buffered if end is None else min(buffered, max(end - sample.start, 0))
         if rows:
             self._write(sample_id, sample, sample.start, rows, functools.partial(self._pages.rows, pages))
         if not pages:
             return
-        sample.start, sample.buffered, sample.pages = sample.start + sample.buffered, 0, []
+        sample.start, sample.pages = sample.start + buffered, []
         del self._buffering[sample_id]
+        self._tails.forget(sample_id)
         self._pages_behind += len(pages)
         self._run(functools.partial(self._have_written, pages, 0), always=True)
 

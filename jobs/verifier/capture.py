@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from jobs.errors import EXIT_MUST_FIX, EXIT_TRY_AGAIN, JobError, MustFix, TryAgain
@@ -35,7 +36,7 @@ from jobs.storage.states import StateLayout, StateWriter
 from jobs.storage.writer_group import Member
 from jobs.verifier import orphans
 from jobs.verifier.seeded_sampler import SeededSampler
-from jobs.verifier.state_thread import Ended, Span, Step, StoreThread
+from jobs.verifier.state_thread import Ended, Spans, Step, StoreThread
 
 SAMPLE_KEY = "eagle3_sample"  # extra_args: id of the sample the request's rows belong to
 LAST_TOKEN_KEY = "eagle3_last_token"  # extra_args of a prefill: the token after the fed ones
@@ -85,7 +86,7 @@ class Capture:
 
     def _read(self, state: Any, output: Any) -> Step | None:
         spans = self._spans(state.scheduler_output)
-        if not spans:
+        if spans is None:
             return None
         # With a drafter the model puts out the union of its taps and ours (compat.aux_capture).
         places = self.runner.eagle3_job_capture_places
@@ -105,24 +106,24 @@ class Capture:
             sampled_ids=sampled.clone() if sampled.shape[1] > 1 else None,
         )
 
-    def _spans(self, scheduler_output: Any) -> list[Span]:
+    def _spans(self, scheduler_output: Any) -> Spans | None:
+        """Whose rows the step has; None where none are captured."""
         runner, batch = self.runner, self.runner.input_batch
-        count, drafted, spans = batch.num_reqs, scheduler_output.scheduled_spec_decode_tokens, []
-        starts = runner.query_start_loc.np[: count + 1].tolist()
-        computed = batch.num_computed_tokens_cpu[:count].tolist()
-        discarded = runner.discard_request_mask.np[:count].tolist()
-        for index, request in enumerate(batch.req_ids[:count]):
-            extra = runner.requests[request].sampling_params.extra_args
-            if extra and SAMPLE_KEY in extra:
-                spans.append(
-                    Span(
-                        extra[SAMPLE_KEY], starts[index], starts[index + 1] - starts[index], computed[index], index,
-                        len(drafted.get(request, ())), not discarded[index], extra.get(LAST_TOKEN_KEY),
-                    )
-                )  # fmt: skip
-        return spans
+        requests, count = batch.req_ids[: batch.num_reqs], batch.num_reqs
+        extras = [runner.requests[request].sampling_params.extra_args or {} for request in requests]
+        samples, drafted = [extra.get(SAMPLE_KEY) for extra in extras], scheduler_output.scheduled_spec_decode_tokens
+        captured = np.array([sample is not None for sample in samples], dtype=bool)
+        if not captured.any():
+            return None
+        starts = runner.query_start_loc.np[: count + 1]
+        return Spans(
+            # Copies: the runner writes the next step into its arrays.
+            samples, starts[:-1].astype(np.int64), np.diff(starts).astype(np.int64), batch.num_computed_tokens_cpu[:count].astype(np.int64), np.arange(count),
+            np.array([len(drafted.get(request, ())) for request in requests]) if drafted else np.zeros(count, np.int64),
+            ~runner.discard_request_mask.np[:count], np.array([extra.get(LAST_TOKEN_KEY, -1) for extra in extras]),
+        ).only(captured)  # fmt: skip
 
-    def _known_logprobs(self, spans: list[Span], hidden: torch.Tensor, rows: int) -> torch.Tensor:
+    def _known_logprobs(self, spans: Spans, hidden: torch.Tensor, rows: int) -> torch.Tensor:
         """[R] fp32: log-probability of the next token where it was known before this step, else NaN.
 
         These are the rows of a prefill over an existing response, and response rows that a
@@ -131,19 +132,18 @@ class Capture:
         result = torch.full((rows,), float("nan"), device=hidden.device)  # [R]
         index: list[int] = []
         tokens: list[int] = []
-        for span in spans:
-            if not span.may_know_next:
-                continue
+        for place in np.flatnonzero(spans.may_know_next()).tolist():
+            span = spans.span(place)
             request = self.runner.requests[self.runner.input_batch.req_ids[span.request]]
             end = span.position + span.rows
-            if span.last_token is None:
+            if span.last_token < 0:
                 begin, stop = max(span.position, request.num_prompt_tokens - 1), end - (1 + span.drafts if span.sampled else 0)
             else:
                 begin, stop = span.position, end
             if begin >= stop:
                 continue
             following = self.runner.input_batch.token_ids_cpu[span.request, begin + 1 : stop + 1].tolist()
-            if span.last_token is not None and stop == request.num_prompt_tokens:
+            if span.last_token >= 0 and stop == request.num_prompt_tokens:
                 following[-1] = span.last_token
             first = span.first_row + begin - span.position
             # -1 stands for a token that so far only the GPU knows (asynchronous scheduling).

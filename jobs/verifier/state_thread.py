@@ -7,18 +7,20 @@ when both are full: a slow disk slows the engine down instead of filling memory.
 """
 
 import contextlib
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from jobs.storage.shards import Rows
 from jobs.storage.states import StateGap, StateWriter
-from jobs.storage.writer import Run
+from jobs.storage.tails import Runs
 from jobs.verifier.logprob_gate import Check, LogprobGate
 
 # Steps between the compute stream and the store. When the disk is slower the worker waits here, so
@@ -27,10 +29,7 @@ STEPS_IN_FLIGHT = 4
 
 
 class Span(NamedTuple):
-    """Rows `first_row .. first_row+rows-1` of a step: positions `position ..` of one sample.
-
-    A tuple, because a thousand of them are made at every step, in the thread that also schedules.
-    """
+    """Rows `first_row .. first_row+rows-1` of a step: positions `position ..` of one sample."""
 
     sample: str
     first_row: int
@@ -39,12 +38,39 @@ class Span(NamedTuple):
     request: int  # index in the batch
     drafts: int  # drafted tokens among the rows, the last ones
     sampled: bool  # the token sampled after these rows is kept
-    last_token: int | None  # a prefill: the token after the last one fed
+    last_token: int  # a prefill: the token after the last one fed; else -1
 
-    @property
-    def may_know_next(self) -> bool:
-        """Whether rows before the sampled ones can have a next token that is known already."""
-        return self.last_token is not None or not self.sampled or self.rows > 1 + self.drafts
+
+class Spans(NamedTuple):
+    """All of a step, column by column: arrays `[n]`, because there are a thousand at every step, in the thread that also schedules."""
+
+    samples: Sequence[str]
+    first_row: np.ndarray
+    rows: np.ndarray
+    position: np.ndarray
+    request: np.ndarray
+    drafts: np.ndarray
+    sampled: np.ndarray
+    last_token: np.ndarray
+
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> "Spans":
+        samples, *columns = zip(*spans, strict=True)
+        return cls(samples, *map(np.array, columns))
+
+    def only(self, kept: np.ndarray) -> "Spans":
+        """Those of the mask `[n]`."""
+        if kept.all():
+            return self
+        samples, *columns = self
+        return Spans(list(itertools.compress(samples, kept)), *(column[kept] for column in columns))
+
+    def span(self, index: int) -> Span:
+        return Span(self.samples[index], *(column[index].item() for column in self[1:]))
+
+    def may_know_next(self) -> np.ndarray:
+        """[n] bool: whether rows before the sampled ones can have a next token that is known already."""
+        return (self.last_token >= 0) | ~self.sampled | (self.rows > 1 + self.drafts)
 
 
 class Ended(NamedTuple):
@@ -59,7 +85,7 @@ class Ended(NamedTuple):
 class Step:
     """What one forward pass leaves, on its way to the writer."""
 
-    spans: list[Span]
+    spans: Spans
     rows: Rows  # as the store keeps them, [R, ...]; logprob [R] is NaN where not known from a prefill
     sampled_logprob: torch.Tensor | None  # [B, 1 + drafts] fp32
     sampled_ids: torch.Tensor | None  # [B, 1 + drafts], -1 after a rejection; None without drafts
@@ -88,25 +114,22 @@ class Step:
             self.ready.record(stream)
         return self
 
-    def settle(self) -> list[tuple[Span, int]]:
-        """Each span with its rows up to the last accepted draft; what comes after a rejection is not the sequence's.
+    def settle(self) -> np.ndarray:
+        """The rows of each span up to its last accepted draft, [n]; what comes after a rejection is not the sequence's.
 
         Also puts the sampled tokens' log-probabilities into the rows, at the rows they were sampled from.
         """
-        accepted = None if self.sampled_ids is None else ((self.sampled_ids >= 0).sum(dim=1) - 1).clamp(min=0).tolist()
-        settled, rows_of, requests, places = [], [], [], []
-        for span in self.spans:
-            rows = span.rows - span.drafts + accepted[span.request] if span.drafts and accepted else span.rows
-            settled.append((span, rows))
-            if span.sampled and span.last_token is None and self.sampled_logprob is not None:
-                first = span.rows - 1 - span.drafts
-                for place in range(rows - first):
-                    rows_of.append(span.first_row + first + place)
-                    requests.append(span.request)
-                    places.append(place)
-        if rows_of:
-            self.rows["logprob"][rows_of] = self.sampled_logprob[requests, places]
-        return settled
+        spans, rows = self.spans, self.spans.rows
+        if self.sampled_ids is not None:
+            accepted = ((self.sampled_ids >= 0).sum(dim=1) - 1).clamp(min=0).numpy()[spans.request]
+            rows = np.where(spans.drafts > 0, rows - spans.drafts + accepted, rows)
+        if self.sampled_logprob is not None:
+            first = spans.rows - 1 - spans.drafts  # the first row of each span after which a token was sampled
+            drawn = np.where(spans.sampled & (spans.last_token < 0), rows - first, 0)  # [n]
+            nth = np.arange(drawn.sum()) - np.repeat(drawn.cumsum() - drawn, drawn)
+            to, request = np.repeat(spans.first_row + first, drawn) + nth, np.repeat(spans.request, drawn)
+            self.rows["logprob"][to] = self.sampled_logprob[request, nth]
+        return rows
 
 
 class StoreThread:
@@ -176,9 +199,10 @@ class StoreThread:
     def _write(self, step: Step) -> None:
         if step.ready is not None:
             step.ready.synchronize()
+        rows = step.settle()
         # Of closed samples the step was in flight when the request stopped.
-        runs = [Run(span.sample, span.position, span.first_row, rows) for span, rows in step.settle() if span.sample not in self._closed]
-        self.writer.append_stored(step.rows, runs)
+        spans = step.spans._replace(rows=rows).only(np.array([sample not in self._closed for sample in step.spans.samples]))
+        self.writer.append_stored(step.rows, Runs(spans.samples, spans.position, spans.first_row, spans.rows))
 
     def _finish(self, samples: Sequence[Ended]) -> None:
         dropped: dict[str, str] = {}

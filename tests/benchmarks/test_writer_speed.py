@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from writer_speed import main, parser
 
+from jobs.storage.states import StateWriter
+
 
 @pytest.mark.slow
 def test_one_row_of_many_samples_a_step_costs_little_more_than_long_runs(tmp_path):
@@ -16,3 +18,14 @@ def test_one_row_of_many_samples_a_step_costs_little_more_than_long_runs(tmp_pat
     # In processor seconds, since the machine may be shared; wall times and quiet machines' figures stand in NOTES.md.
     spent = {kind: sum(found[kind][-1]["cpu_s"].values()) for kind in ("decode", "prefill")}
     assert spent["decode"] < 3 * spent["prefill"], spent
+
+
+@pytest.mark.slow
+def test_a_decoding_step_is_taken_in_by_a_few_array_operations(tmp_path, monkeypatch):
+    """What the thread that takes rows in costs the interpreter, against the same rows taken in one by one; rows so small that copying them costs nothing."""
+    given = parser().parse_args([str(tmp_path), "--gib", "0.05", "--samples", "1024", "--hidden", "32", "--rounds", "2"])
+    together = main(given)["decode"][-1]["cpu_s"]["state-writer"]
+    monkeypatch.setattr(StateWriter, "_continue", lambda self, runs: range(len(runs.samples)))
+    one_by_one = main(given)["decode"][-1]["cpu_s"]["state-writer"]
+    print({"together": together, "one by one": one_by_one})
+    assert one_by_one > 2.5 * together

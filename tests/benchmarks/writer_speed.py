@@ -21,7 +21,7 @@ import torch
 
 from jobs.storage.shards import encode
 from jobs.storage.states import StateLayout, StateWriter
-from jobs.verifier.state_thread import Ended, Span, Step, StoreThread
+from jobs.verifier.state_thread import Ended, Span, Spans, Step, StoreThread
 
 SPAN, PREFILL_ROWS = 512, 4096
 
@@ -35,13 +35,13 @@ def made_up(layout: StateLayout, rows: int) -> dict[str, torch.Tensor]:
 def decode_steps(name: str, rows: dict, samples: int, total: int) -> Iterator[Step]:
     """One row of every sample a step."""
     for position in range(total // samples):
-        yield Step([Span(f"{name}{i}#0", i, 1, position, i, 0, True, None) for i in range(samples)], rows, torch.zeros(samples, 1), None)
+        yield Step(Spans.of(Span(f"{name}{i}#0", i, 1, position, i, 0, True, -1) for i in range(samples)), rows, torch.zeros(samples, 1), None)
 
 
 def prefill_steps(name: str, rows: dict, total: int) -> Iterator[Step]:
     spans = PREFILL_ROWS // SPAN
     for step in range(total // PREFILL_ROWS):
-        yield Step([Span(f"{name}{step * spans + i}#0", i * SPAN, SPAN, 0, i, 0, False, 5) for i in range(spans)], rows, None, None)
+        yield Step(Spans.of(Span(f"{name}{step * spans + i}#0", i * SPAN, SPAN, 0, i, 0, False, 5) for i in range(spans)), rows, None, None)
 
 
 def cpu_by_thread() -> dict[str, float]:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from jobs.storage.shards import encode
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
-from jobs.verifier.state_thread import Ended, Span, Step, StoreThread
+from jobs.verifier.state_thread import Ended, Span, Spans, Step, StoreThread
 
 TAPS, HIDDEN = (2, 5, 7), 4
 ROWS = 4096  # of a long prefill
@@ -30,13 +30,13 @@ def step_of(pieces: list[tuple[int, int, int, int, int]]) -> Step:
     spans, rows, width = [], [], 1 + max(drafts for *_, drafts, _ in pieces)
     ids, logprobs = torch.full((len(pieces), width), -1), torch.zeros(len(pieces), width)
     for index, (sample, position, count, drafts, accepted) in enumerate(pieces):
-        spans.append(Span(f"s{sample}#0", len(rows), count, position, index, drafts, True, None))
+        spans.append(Span(f"s{sample}#0", len(rows), count, position, index, drafts, True, -1))
         rows += [value(sample, position + j) for j in range(count)]
         ids[index, : accepted + 1] = 5
         logprobs[index] = torch.tensor([-value(sample, position + count - 1 - drafts + j) for j in range(width)])
     flat = torch.tensor(rows)
     taps, final = flat[:, None, None].expand(-1, len(TAPS), HIDDEN), flat[:, None].expand(-1, HIDDEN)
-    return Step(spans, encode(LAYOUT, taps, final, torch.full((len(rows),), float("nan"))), logprobs, ids if width > 1 else None)
+    return Step(Spans.of(spans), encode(LAYOUT, taps, final, torch.full((len(rows),), float("nan"))), logprobs, ids if width > 1 else None)
 
 
 def steps_of(rng: random.Random, lengths: list[int], speculate: bool) -> list[list[tuple[int, int, int, int, int]]]:
@@ -148,7 +148,7 @@ def test_checked_rows_are_answered_for_in_every_type(tmp_path):
         thread.check_with(tmp_path, "lm_head.weight", tolerance)
         store_as = torch.float32 if dtype == "float32" else torch.bfloat16
         for sample, states in (("true#0", final), ("false#0", final.roll(1, 0))):
-            spans = [Span(sample, 0, 30, 0, 0, 0, False, None)]
+            spans = Spans.of([Span(sample, 0, 30, 0, 0, 0, False, -1)])
             rows = encode(layout, states[:, None].repeat(1, 3, 1).to(store_as), states.to(store_as), logprob.clone())
             thread.put(Step(spans, rows, None, None))
         checks = [(place, int(tokens[place])) for place in (0, 13, 29)]
