@@ -41,6 +41,7 @@ SETTINGS = (
 )  # fmt: skip
 # Seconds between two looks of the display.
 SHOW_EVERY = 0.5
+DISK_WAIT = 0.05  # share of the time from which it is said
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class Work:
     dropped: Counter = field(default_factory=Counter)
     expected: int = 0  # samples if none is dropped
     committed_tokens: int = 0  # of this call, for the rate
+    disk_wait: float = 0.0  # seconds of it
 
     def run(self) -> dict[str, Any]:
         refuse_other_verifier(self.context.states(self.split), self.layout)
@@ -170,6 +172,7 @@ class Work:
                 if self.counted is not None:
                     self.counted.keep(len(self.log) - self.earlier)
                 engine.close_store()
+            self.disk_wait = engine.disk_wait
         return self.counts(time.monotonic() - begun)
 
     def requests(self) -> Iterator[Request]:
@@ -210,10 +213,14 @@ class Work:
                 f"{self.expected} turns of the {self.split} split were asked for, but {responses} are answered and {self.dropped.total()} dropped",
                 where=str(self.log.path),
             )  # fmt: skip
+        waited = self.disk_wait / max(seconds, 1e-9)
+        if waited > DISK_WAIT:
+            self.context.note(f"generate.{self.split}: the verifier waited for the disk {waited:.0%} of the time; a faster one, or states.dtype = fp8, would help")
         return {
             "asked": self.expected, "ended": dict(ended),
             "turns": responses, "tokens": tokens, "response_tokens": answered, "rows": tokens - responses,
             "dropped": dict(self.dropped), "tokens_per_second": round(self.committed_tokens / max(seconds, 1e-9), 1),
+            "disk_wait": round(waited, 4),
             **({"speculation": live} if (live := speculation.live(self.context, self.split)) else {}),
         }  # fmt: skip
 

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +141,7 @@ class StoreThread:
         writer.write_behind()
         self.gate: LogprobGate | None = None  # see `check_with`
         self.failure: BaseException | None = None
+        self.waited = 0.0  # seconds that steps had to wait here for memory or the disk
         self._done: dict[str, str | None] = {}
         self._closed: set[str] = set()
         self._lock = threading.Lock()
@@ -152,7 +154,9 @@ class StoreThread:
         self.gate = LogprobGate(model, lm_head, tolerance, self._checked)
 
     def put(self, step: Step) -> None:
+        began = time.monotonic()
         self._queue.put(lambda: self._write(step))
+        self.waited += time.monotonic() - began
 
     def finish(self, samples: Sequence[Ended], wait: bool) -> dict[str, str | None]:
         """Ask for `samples` to be made durable; returns {id: None or why it is dropped}.

@@ -19,6 +19,7 @@ from jobs.stages.conversations import read_conversations
 from jobs.storage.states import ResponseLog, StateStore
 from jobs.verifier.chat import Chat
 from jobs.verifier.engine import VerifierEngine, VerifierFacts
+from jobs.verifier.state_thread import StoreThread
 from jobs.verifier.tiny import CHECKPOINT
 
 QUESTIONS = [f"What does the function number {i} return?" for i in range(40)]
@@ -225,6 +226,17 @@ def test_a_stop_keeps_what_is_finished(engine, tmp_path):
     assert run(stopped, "eval", engine)["turns"] == 24
     assert log.read_bytes().startswith(kept)
     assert responses(stopped) == responses(unbroken)
+
+
+def test_a_disk_that_slows_the_verifier_down_is_said(engine, tmp_path, monkeypatch):
+    rows = [prompt(i, QUESTIONS[i]) for i in range(6)]
+    assert run(prepare(tmp_path / "quick", rows), "eval", engine)["disk_wait"] < 0.05
+    write = StoreThread._write
+    monkeypatch.setattr(StoreThread, "_write", lambda self, step: (time.sleep(0.1), write(self, step))[1])
+    slow = prepare(tmp_path / "slow", rows)
+    assert run(slow, "eval", engine)["disk_wait"] > 0.2
+    told = [json.loads(line) for line in (slow / "events.jsonl").read_text().splitlines()]
+    assert any("the verifier waited for the disk" in event.get("text", "") for event in told)
 
 
 def test_a_full_disk_is_a_must_fix_and_the_run_goes_on_after_it(engine, tmp_path):
