@@ -78,6 +78,8 @@ class RowPages:
         if not self._from:
             return
         taken, to = np.concatenate(self._from), np.concatenate(self._to)
+        order = taken.argsort(kind="stable")  # they were not noted in the order in which they lie
+        taken, to = taken[order], to[order]
         if (np.diff(taken) == 1).all():  # no rejected drafts or long runs between them: then nothing is copied twice
             taken = slice(taken[0], taken[-1] + 1)
         self._from, self._to = [], []

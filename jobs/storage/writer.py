@@ -1,10 +1,9 @@
 """Writing a state store: buffers rows a sample, places them in shards, names them in the index.
 
-Decision: rows are written while answers are being decoded, in runs of at least `extent_rows`, so memory
-holds at most that many rows of each running request; where all of them are more than the memory set aside
-(row_pages.py), the longest are written earlier. A run lies in one shard. Free rows are reused
-first-fit, and only rows that no committed sample needs are ever free, so nothing that a reader may
-read is written twice.
+Decision: rows are written while answers are being decoded, in runs of at least `extent_rows`, so memory holds at most that
+many rows of each running request; where all of them are more than the memory set aside (row_pages.py), the longest are
+written earlier. A run lies in one shard. Free rows are reused first-fit, and only rows that no committed sample needs are
+ever free, so nothing that a reader may read is written twice.
 
 Writes happen at once, or behind the caller's back in their order (`write_behind`). The order is what makes
 the second as safe as the first: rows given back and taken again are written by the later owner last, the
@@ -184,6 +183,7 @@ class StateWriter:
             self._refuse_committed(sample_id)
             sample = self._pending.pop(sample_id, None)
             if sample and sample.finished_rows is None:
+                self._pages.copy_now()  # into what is given back: another thread may be waiting in the middle of a step
                 self._pages.give_back(sample.pages)
                 self._buffering.pop(sample_id, None)
                 self._tails.forget(sample_id)
