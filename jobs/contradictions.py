@@ -32,6 +32,8 @@ def contradictions(settings: "Settings") -> list[str]:
         found.append("generate.backend = \"speculators\" only extracts states of existing responses: name them in generate.responses")
     found += _of_endpoints(settings)
     found += _of_speculation(settings)
+    if t.fp8 and t.precision != "bf16":
+        found.append(f"train.fp8 and train.precision = {t.precision!r} contradict each other: FP8 stands in the place of bf16")
     if settings.train.fp8 and settings.train.tokens_per_step % 16:
         found.append(f"train.fp8 needs train.tokens_per_step = {settings.train.tokens_per_step} to be a multiple of 16")
     e = settings.evaluate

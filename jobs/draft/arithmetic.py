@@ -21,7 +21,7 @@ def flop_of_a_token(c: HeadConfig, ttt_steps: int) -> float:
 
 
 def matmul_rate(device: torch.device) -> float:
-    """FLOP/s of a large product in the type the matmuls of training have; a few hundredths of a second."""
+    """FLOP/s of a large product, in bf16 on a GPU whatever `train.precision` is; a few hundredths of a second."""
     cuda = device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
     a, b = (torch.full((size, size), 0.01, dtype=dtype, device=device).normal_() if cuda else torch.ones(size, size) for _ in range(2))

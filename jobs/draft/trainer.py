@@ -14,9 +14,10 @@ Decisions:
 * The first process reads and writes checkpoints, the others get theirs from it: only it needs the folder.
 """
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -102,7 +103,7 @@ def train_on(
     if ranks.first:
         checkpoint.clean(folder, reporter.note)
     saved = ranks.of_first(lambda: checkpoint.newest(folder, reporter.note))
-    with threads(ranks, saved.state["threads"] if saved else None):
+    with threads(ranks, saved.state["threads"] if saved else None), products(settings.precision):
         run = _Run(settings, work.seed, head, verifier, store, plan, folder, work.warm, ranks, reporter)
         try:
             if saved:
@@ -113,6 +114,17 @@ def train_on(
             run.writer.close()
             reporter.close()
     return run.result(saved)
+
+
+@contextlib.contextmanager
+def products(precision: str) -> Iterator[None]:
+    """fp32 products of a GPU are formed in TF32 meanwhile, or are not: PyTorch's setting is one for the whole process."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class _Run:
@@ -135,8 +147,6 @@ class _Run:
         self.cuda = ranks.device.type == "cuda"
         self.compiled = self.cuda and settings.compile
         self.narrow = self.cuda and settings.precision == "bf16"
-        if self.cuda:
-            torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")
         dtype = torch.bfloat16 if self.narrow else torch.float32
         targets = TargetHead(verifier.lm_head, head.draft_ids.cpu(), dtype).to(ranks.device)
         unroll = Unroll(head, targets, settings.loss, every_row=self.compiled)
@@ -286,7 +296,7 @@ class _Run:
 
     def _judge(self, evaluate: Callable[[Eagle3Head], dict]) -> bool:
         """Reports an evaluation and keeps the best weights; whether there is no more to be gained."""
-        with torch.no_grad():
+        with torch.no_grad(), products("fp32"):
             figures = evaluate(self.head.eval())
         self.head.train()
         self.reporter.line({"step": self.step, "steps": self.plan.steps, "evaluation": figures})

@@ -41,7 +41,7 @@ SETTINGS = (
 )  # fmt: skip
 # Seconds between two looks of the display.
 SHOW_EVERY = 0.5
-DISK_WAIT = 0.05  # share of the time from which it is said
+CAPTURE_WAIT = 0.05  # share of the time from which it is said
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Work:
     dropped: Counter = field(default_factory=Counter)
     expected: int = 0  # samples if none is dropped
     committed_tokens: int = 0  # of this call, for the rate
-    disk_wait: float = 0.0  # seconds of it
+    waits: tuple[float, float] = (0.0, 0.0)  # seconds of it: `engine.capture_wait` and `disk_wait`
 
     def run(self) -> dict[str, Any]:
         refuse_other_verifier(self.context.states(self.split), self.layout)
@@ -172,7 +172,7 @@ class Work:
                 if self.counted is not None:
                     self.counted.keep(len(self.log) - self.earlier)
                 engine.close_store()
-            self.disk_wait = engine.disk_wait
+            self.waits = engine.capture_wait, engine.disk_wait
         return self.counts(time.monotonic() - begun)
 
     def requests(self) -> Iterator[Request]:
@@ -213,14 +213,15 @@ class Work:
                 f"{self.expected} turns of the {self.split} split were asked for, but {responses} are answered and {self.dropped.total()} dropped",
                 where=str(self.log.path),
             )  # fmt: skip
-        waited = self.disk_wait / max(seconds, 1e-9)
-        if waited > DISK_WAIT:
-            self.context.note(f"generate.{self.split}: the verifier waited for the disk {waited:.0%} of the time; a faster one, or states.dtype = fp8, would help")
+        waited, disk = (wait / max(seconds, 1e-9) for wait in self.waits)
+        if waited > CAPTURE_WAIT:
+            why = "the disk was behind: use a faster one, or states.dtype = fp8 for the train split" if disk > waited / 2 else "the processor was: see what else runs on it"
+            self.context.note(f"generate.{self.split}: the verifier waited {waited:.0%} of the time for its states to be taken in, because {why}")
         return {
             "asked": self.expected, "ended": dict(ended),
             "turns": responses, "tokens": tokens, "response_tokens": answered, "rows": tokens - responses,
             "dropped": dict(self.dropped), "tokens_per_second": round(self.committed_tokens / max(seconds, 1e-9), 1),
-            "disk_wait": round(waited, 4),
+            "capture_wait": round(waited, 4), "disk_wait": round(disk, 4),
             **({"speculation": live} if (live := speculation.live(self.context, self.split)) else {}),
         }  # fmt: skip
 

@@ -47,6 +47,9 @@ class FreeRows:
         self._runs[place : place + 1] = [FreeRun(run.shard, run.row + taken, run.rows - taken)] if taken < run.rows else []
         return FreeRun(run.shard, run.row, taken)
 
+    def release(self, extents: Iterable[Extent]) -> None:
+        self.give_back(FreeRun(extent.shard, extent.row, extent.rows) for extent in extents)
+
     def give_back(self, runs: Iterable[FreeRun]) -> None:
         """Rows are free again, joined with their free neighbours."""
         joined: list[FreeRun] = []

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,7 @@ class _Pending:
 
 
 class StateWriter:
-    """Writes one store; one process at a time (flock), any thread of it, or the processes of one group (writer_group.py).
+    """Writes one store; one process at a time (flock) or those of one group (writer_group.py). One thread appends, any may ask the rest.
 
     Opening an existing folder continues it. Another layout, a held lock or a committed sample whose rows
     are gone is a MustFix; so is a full disk at any later call, and the store stays consistent then.
@@ -76,8 +77,8 @@ class StateWriter:
         self, folder: Path, layout: StateLayout, *, shard_bytes: int = 1 << 30, extent_rows: int = 256, memory_bytes: int = LIMIT_BYTES,
         member: Member = Member(),
     ):  # fmt: skip
-        self.folder, self.layout, self.extent_rows, self._member = Path(folder), layout, max(1, extent_rows), member
-        self._capacity = layout.capacity(shard_bytes)
+        self.folder, self.layout, self._member, self._capacity = Path(folder), layout, member, layout.capacity(shard_bytes)
+        self.extent_rows = max(1, min(extent_rows, self._capacity))  # an extent lies in one shard
         self._lock, self._closed = threading.RLock(), False
         self._written = threading.Condition(self._lock)  # told when memory is free again
         self._pending: dict[str, _Pending] = {}
@@ -85,6 +86,7 @@ class StateWriter:
         self._buffering: dict[str, _Pending] = {}  # those of the pending that have pages
         self._tails = Tails()  # of the buffering
         self._pages_behind = self._bytes_behind = 0  # given to the disk thread, not yet written
+        self.waited = 0.0  # seconds that rows had to wait for the disk
         self._disk: DiskThread | None = None
         self._shards: dict[int, ShardFile] = {}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -156,7 +158,7 @@ class StateWriter:
                     remedy="this is a fault of the capture; discard the sample and generate it again",
                 )
             kept = [extent for extent, _, _ in resolve(sample.extents, length)]
-            self._release(extent for extent in sample.extents if extent not in kept)
+            self._free.release(extent for extent in sample.extents if extent not in kept)
             sample.extents, sample.finished_rows = kept, length
 
     def stored(self, sample_id: str, positions: Iterable[int]) -> tuple[Tensor, Tensor]:
@@ -187,7 +189,7 @@ class StateWriter:
                 self._pages.give_back(sample.pages)
                 self._buffering.pop(sample_id, None)
                 self._tails.forget(sample_id)
-                self._release(sample.extents)
+                self._free.release(sample.extents)
 
     def sync(self) -> None:
         """Make everything written durable: the rows first, then the index lines that speak of them."""
@@ -299,8 +301,7 @@ class StateWriter:
         """A page; where there is none, one that is being written, else one of the longest buffered run."""
         while (page := self._pages.take()) is None:
             if self._pages_behind:
-                self._written.wait()  # lets go of the lock
-                self._raise_failure()
+                self._wait_for_disk()
             else:
                 self._flush(*max(self._buffering.items(), key=lambda item: self._buffered(*item)))
         return page
@@ -333,8 +334,7 @@ class StateWriter:
     def _write_unbuffered(self, sample_id: str, sample: _Pending, run: Run, source: dict[str, np.ndarray]) -> None:
         size = run.rows * self.layout.row_bytes
         while self._bytes_behind and self._bytes_behind + size > UNBUFFERED_BYTES:
-            self._written.wait()
-            self._raise_failure()
+            self._wait_for_disk()
 
         def rows(first: int, count: int) -> RawRows:
             begin = run.first + first
@@ -343,6 +343,12 @@ class StateWriter:
         self._write(sample_id, sample, run.position, run.rows, rows)
         self._bytes_behind += size
         self._run(functools.partial(self._have_written, [], size), always=True)
+
+    def _wait_for_disk(self) -> None:
+        began = time.monotonic()
+        self._written.wait()  # lets go of the lock
+        self.waited += time.monotonic() - began
+        self._raise_failure()
 
     def _have_written(self, pages: list[int], size: int) -> None:
         with self._lock:
@@ -362,7 +368,7 @@ class StateWriter:
                 self._run(functools.partial(self._write_extent, self._shards[place.shard], written[-1], found(done, place.rows)))
                 done += place.rows
         except BaseException:
-            self._release(written)  # their index lines stay: replaced as soon as the rows are written again
+            self._free.release(written)  # their index lines stay: replaced as soon as the rows are written again
             raise
         sample.extents += written
 
@@ -372,10 +378,7 @@ class StateWriter:
 
     def _run(self, job: Callable[[], None], always: bool = False) -> None:
         """Now, or in its turn in the disk thread."""
-        if self._disk is None:
-            job()
-        else:
-            self._disk.run(job, always)
+        job() if self._disk is None else self._disk.run(job, always)
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
@@ -395,6 +398,3 @@ class StateWriter:
             self._free.give_back([FreeRun(number, 0, self._open_shard(number).capacity)])
             run = self._free.take(rows, self.extent_rows)
         return run
-
-    def _release(self, extents: Iterable[Extent]) -> None:
-        self._free.give_back([FreeRun(extent.shard, extent.row, extent.rows) for extent in extents])

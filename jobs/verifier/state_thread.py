@@ -141,7 +141,7 @@ class StoreThread:
         writer.write_behind()
         self.gate: LogprobGate | None = None  # see `check_with`
         self.failure: BaseException | None = None
-        self.waited = 0.0  # seconds that steps had to wait here for memory or the disk
+        self.waited = 0.0  # seconds that the engine had to wait here, because what it gave before was not yet taken in
         self._done: dict[str, str | None] = {}
         self._closed: set[str] = set()
         self._lock = threading.Lock()
@@ -154,9 +154,7 @@ class StoreThread:
         self.gate = LogprobGate(model, lm_head, tolerance, self._checked)
 
     def put(self, step: Step) -> None:
-        began = time.monotonic()
-        self._queue.put(lambda: self._write(step))
-        self.waited += time.monotonic() - began
+        self._take_in(lambda: self._write(step))
 
     def finish(self, samples: Sequence[Ended], wait: bool) -> dict[str, str | None]:
         """Ask for `samples` to be made durable; returns {id: None or why it is dropped}.
@@ -164,7 +162,7 @@ class StoreThread:
         Of this and earlier calls those are returned that are done by now; with `wait`, all of them.
         """
         if samples:
-            self._queue.put(lambda: self._finish(samples))
+            self._take_in(lambda: self._finish(samples))
         if wait:
             self._queue.join()
             with contextlib.suppress(Exception):  # it is in `writer.failure`
@@ -177,7 +175,12 @@ class StoreThread:
         return done
 
     def discard(self, samples: Sequence[str]) -> None:
-        self._queue.put(lambda: self._discard(samples))
+        self._take_in(lambda: self._discard(samples))
+
+    def _take_in(self, work: Callable[[], None]) -> None:
+        began = time.monotonic()
+        self._queue.put(work)
+        self.waited += time.monotonic() - began
 
     def close(self) -> None:
         self._queue.put(None)

@@ -119,6 +119,7 @@ class Ours:
         plan = Plan.__new__(Plan)
         plan.cut, plan.rows, plan.accumulate, plan.steps = cut, rows, accumulate, 100_000
         plan.step_rows = lambda step: [cut.pieces] * accumulate
+        torch.set_float32_matmul_precision("high" if settings.precision == "tf32" else "highest")  # `trainer.products`, for good
         head, verifier = random_head(config, ranks.device)
         self.run = _Run(settings, 0, head, verifier, Resident(config), plan, folder, False, ranks, Reporter(lambda line: None, None))
         self.device = ranks.device

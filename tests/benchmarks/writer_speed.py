@@ -24,6 +24,7 @@ from jobs.storage.states import StateLayout, StateWriter
 from jobs.verifier.state_thread import Ended, Span, Spans, Step, StoreThread
 
 SPAN, PREFILL_ROWS = 512, 4096
+BEGIN = 16  # steps in which the samples begin
 
 
 def made_up(layout: StateLayout, rows: int) -> dict[str, torch.Tensor]:
@@ -33,9 +34,11 @@ def made_up(layout: StateLayout, rows: int) -> dict[str, torch.Tensor]:
 
 
 def decode_steps(name: str, rows: dict, samples: int, total: int) -> Iterator[Step]:
-    """One row of every sample a step."""
-    for position in range(total // samples):
-        yield Step(Spans.of(Span(f"{name}{i}#0", i, 1, position, i, 0, True, -1) for i in range(samples)), rows, torch.zeros(samples, 1), None)
+    """One row of every sample a step; they begin in turn, as answers do, so that not all reach the end of a page in one step."""
+    for step in range(total // samples + BEGIN - 1):
+        alive = [i for i in range(samples) if 0 <= step - i % BEGIN < total // samples]
+        spans = Spans.of(Span(f"{name}{i}#0", place, 1, step - i % BEGIN, place, 0, True, -1) for place, i in enumerate(alive))
+        yield Step(spans, {key: value[: len(alive)] for key, value in rows.items()}, torch.zeros(len(alive), 1), None)
 
 
 def prefill_steps(name: str, rows: dict, total: int) -> Iterator[Step]:

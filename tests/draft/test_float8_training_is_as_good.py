@@ -127,3 +127,8 @@ def test_compiled_gradients_on_a_gpu_are_those_of_the_eager_step(tmp_path):
 def test_a_number_of_tokens_that_the_matrix_unit_cannot_take_is_refused():
     with pytest.raises(MustFix, match="train.fp8 needs train.tokens_per_step = 1000 to be a multiple of 16"):
         load_settings("smoke", overrides=["train.fp8=true", "train.tokens_per_step=1000"])
+
+
+def test_finer_products_beside_it_are_refused():
+    with pytest.raises(MustFix, match="train.fp8 and train.precision = 'tf32' contradict each other"):
+        load_settings("smoke", overrides=["train.fp8=true", "train.precision=tf32"])

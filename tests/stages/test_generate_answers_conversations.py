@@ -16,7 +16,8 @@ from jobs.errors import Interrupted, MustFix
 from jobs.settings import VerifierSettings
 from jobs.stages import generate
 from jobs.stages.conversations import read_conversations
-from jobs.storage.states import ResponseLog, StateStore
+from jobs.storage.states import ResponseLog, StateStore, StateWriter
+from jobs.verifier import capture
 from jobs.verifier.chat import Chat
 from jobs.verifier.engine import VerifierEngine, VerifierFacts
 from jobs.verifier.state_thread import StoreThread
@@ -228,15 +229,22 @@ def test_a_stop_keeps_what_is_finished(engine, tmp_path):
     assert responses(stopped) == responses(unbroken)
 
 
-def test_a_disk_that_slows_the_verifier_down_is_said(engine, tmp_path, monkeypatch):
+@pytest.mark.parametrize("behind", ["disk", "processor"])
+def test_what_slows_the_verifier_down_is_said(engine, tmp_path, monkeypatch, behind):
+    """A step's rows wait for memory that the disk has to give back, or for the thread that takes them in."""
     rows = [prompt(i, QUESTIONS[i]) for i in range(6)]
-    assert run(prepare(tmp_path / "quick", rows), "eval", engine)["disk_wait"] < 0.05
-    write = StoreThread._write
-    monkeypatch.setattr(StoreThread, "_write", lambda self, step: (time.sleep(0.1), write(self, step))[1])
-    slow = prepare(tmp_path / "slow", rows)
-    assert run(slow, "eval", engine)["disk_wait"] > 0.2
-    told = [json.loads(line) for line in (slow / "events.jsonl").read_text().splitlines()]
-    assert any("the verifier waited for the disk" in event.get("text", "") for event in told)
+    if behind == "disk":
+        write = StateWriter._write_extent
+        monkeypatch.setattr(StateWriter, "_write_extent", lambda self, *given: (time.sleep(0.3), write(self, *given))[1])
+        monkeypatch.setattr(capture, "LIMIT_BYTES", 1)
+    else:
+        take_in = StoreThread._write
+        monkeypatch.setattr(StoreThread, "_write", lambda self, step: (time.sleep(0.3), take_in(self, step))[1])
+    folder = prepare(tmp_path / "slow", rows)
+    counts = run(folder, "eval", engine)
+    assert counts["capture_wait"] > 0.1 and (counts["disk_wait"] > 0.1) == (behind == "disk"), counts
+    told = [json.loads(line).get("text", "") for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert any(f"for its states to be taken in, because the {behind} was" in text for text in told), told
 
 
 def test_a_full_disk_is_a_must_fix_and_the_run_goes_on_after_it(engine, tmp_path):

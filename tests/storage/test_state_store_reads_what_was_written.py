@@ -2,11 +2,13 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from stored_rows import layout, response, rows, same, write
 
 from jobs.errors import JobError, MustFix
+from jobs.storage.row_pages import RowPages
 from jobs.storage.states import ResponseLog, StateGap, StateLayout, StateStore, StateWriter
 
 
@@ -224,3 +226,35 @@ def test_fp8_halves_the_rows_within_its_rounding(tmp_path):
         relative = float(error[..., usual].square().sum().sqrt() / exact[..., usual].square().sum().sqrt())
         print(f"FP8 {name}: relative error {relative:.4f} in the mean square")
         assert 0.02 < relative < 0.03
+
+
+def test_an_extent_longer_than_a_shard_is_cut_to_it(tmp_path):
+    form = layout()
+    with StateWriter(tmp_path, form, shard_bytes=4096 + form.row_bytes * 6, extent_rows=64) as writer, ResponseLog(tmp_path) as log:
+        write(writer, log, 1, 41)
+        write(writer, log, 2, 41, chunk=40)
+    for sample in (1, 2):
+        read = StateStore(tmp_path).read(response(sample, 41).id)
+        assert same(read.taps, rows(sample, 0, 40)[0]) and same(read.final, rows(sample, 0, 40)[1])
+
+
+class Spied(np.ndarray):
+    """Notes what rows are asked for by."""
+
+    asked: list = []
+
+    def __getitem__(self, key):
+        self.asked.append(key)
+        return super().__getitem__(key)
+
+
+def test_rows_noted_out_of_their_order_are_copied_in_one_piece():
+    """Those that follow into a page are noted first, then those that begin one: asked for one by one, all would be copied twice."""
+    pages, source = RowPages({"x": 4}, extent_rows=8, limit_bytes=1 << 12), np.arange(24, dtype=np.uint8).reshape(6, 4)
+    with pages.copying({"x": source.view(Spied)}):
+        pages.copy_rows_later(np.array([0, 1, 3, 5]), np.array([4, 12, 20, 28]))
+        pages.copy_later([5], 0, 2, 1)
+        pages.copy_later([6], 0, 4, 1)
+    assert Spied.asked == [slice(0, 6)]
+    for row, place in enumerate([4, 12, 5 * pages.page_rows, 20, 6 * pages.page_rows, 28]):
+        assert pages._area["x"][place].tolist() == source[row].tolist()
