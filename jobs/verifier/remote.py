@@ -62,7 +62,7 @@ class Traffic:
         self.arrived: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.failure: JobError | None = None
-        self.tokens = 0
+        self.tokens, self.capture_wait, self.disk_wait = 0, 0.0, 0.0  # it keeps no states
 
     @property
     def places(self) -> int:

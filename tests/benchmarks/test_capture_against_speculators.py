@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("capture_speed.py")
 
 def measured(step: str, work: Path) -> dict:
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), step, str(work), "tiny", "--sequences", "64", "--answer", "48", "--eager"]
+    command = [sys.executable, str(SCRIPT), step, str(work), "tiny", "--sequences", "64", "--requests", "64", "--answer", "48", "--eager"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-4000:]
