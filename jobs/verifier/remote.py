@@ -62,7 +62,7 @@ class Traffic:
         self.arrived: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.failure: JobError | None = None
-        self.tokens, self.capture_wait, self.disk_wait = 0, 0.0, 0.0  # it keeps no states
+        self.tokens = 0
 
     @property
     def places(self) -> int:
@@ -226,6 +226,14 @@ class RemoteAnswers:
     def tokens(self) -> int:
         """Tokens that the servers have decoded so far, running answers included."""
         return self._earlier_tokens + (self._traffic.tokens if self._traffic else 0)
+
+    @property
+    def capture_wait(self) -> float:
+        return self._engine.capture_wait
+
+    @property
+    def disk_wait(self) -> float:
+        return self._engine.disk_wait
 
     def open_store(self, folder: Path, layout: StateLayout, states: StatesSettings) -> None:
         self._engine.open_store(folder, layout, states)
