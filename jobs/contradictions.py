@@ -34,8 +34,8 @@ def contradictions(settings: "Settings") -> list[str]:
     found += _of_speculation(settings)
     if t.fp8 and t.precision != "bf16":
         found.append(f"train.fp8 and train.precision = {t.precision!r} contradict each other: FP8 stands in the place of bf16")
-    if settings.train.fp8 and settings.train.tokens_per_step % 16:
-        found.append(f"train.fp8 needs train.tokens_per_step = {settings.train.tokens_per_step} to be a multiple of 16")
+    if t.fp8 and t.tokens_per_step % 16:
+        found.append(f"train.fp8 needs train.tokens_per_step = {t.tokens_per_step} to be a multiple of 16")
     e = settings.evaluate
     if any(c < 1 for c in e.live.concurrencies) or len(set(e.live.concurrencies)) != len(e.live.concurrencies):
         found.append(f"evaluate.live.concurrencies = {list(e.live.concurrencies)} are not different numbers of requests, each 1 or more")

@@ -153,7 +153,7 @@ class Work:
     dropped: Counter = field(default_factory=Counter)
     expected: int = 0  # samples if none is dropped
     committed_tokens: int = 0  # of this call, for the rate
-    waits: tuple[float, float] = (0.0, 0.0)  # seconds of it: `engine.capture_wait` and `disk_wait`
+    waits: tuple[float, float] = (0.0, 0.0)  # seconds of it, see `VerifierEngine.waits`
 
     def run(self) -> dict[str, Any]:
         refuse_other_verifier(self.context.states(self.split), self.layout)
@@ -172,7 +172,7 @@ class Work:
                 if self.counted is not None:
                     self.counted.keep(len(self.log) - self.earlier)
                 engine.close_store()
-            self.waits = engine.capture_wait, engine.disk_wait
+            self.waits = engine.waits
         return self.counts(time.monotonic() - begun)
 
     def requests(self) -> Iterator[Request]:

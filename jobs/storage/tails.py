@@ -75,8 +75,7 @@ class Tails:
     def _new_slot(self, sample: str) -> int:
         slot = self._free.pop() if self._free else len(self._slots) + 1
         if slot == len(self._position):
-            self._position, self._place, self._room = (np.concatenate((old, fill)) for old, fill in (
-                (self._position, np.full_like(self._position, -1)), (self._place, np.zeros_like(self._place)), (self._room, np.zeros_like(self._room)),
-            ))  # fmt: skip
+            self._position = np.pad(self._position, (0, slot), constant_values=-1)
+            self._place, self._room = np.pad(self._place, (0, slot)), np.pad(self._room, (0, slot))
         self._slots[sample] = slot
         return slot

@@ -282,14 +282,12 @@ class StateWriter:
 
     def _buffer(self, sample_id: str, sample: _Pending, first: int, rows: int) -> int:
         """Give up to `rows` rows their place in the sample's last page; returns how many."""
-        size = self._pages.page_rows
-        if self._buffered(sample_id, sample) == len(sample.pages) * size:
-            page = self._take_page()  # may write this very sample, which begins its pages anew
+        size, buffered = self._pages.page_rows, self._buffered(sample_id, sample)
+        if buffered == len(sample.pages) * size:
+            page = self._take_page()
+            buffered = self._buffered(sample_id, sample)  # none, if that wrote this very sample
             sample.pages.append(page)
             self._buffering[sample_id] = sample
-            if len(sample.pages) == 1:
-                self._tails.put(sample_id, sample.start, page * size, 0)
-        buffered = self._buffered(sample_id, sample)
         taken = self._pages.copy_later(sample.pages, buffered, first, min(rows, self.extent_rows - buffered))
         buffered += taken
         # The row that fills the extent is not among those that may follow: with it the extent is written.

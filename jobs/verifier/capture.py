@@ -194,7 +194,7 @@ class CaptureExtension:
         return None
 
     def capture_finish(self, samples: list[tuple[str, int, list[tuple[int, int]]]], wait: bool) -> dict | None:
-        """{"done": {sample: None or reason}, "failure": None or description, "waited": seconds, "disk": seconds}; None on ranks that do not write.
+        """{"done": {sample: None or reason}, "failure": None or description, "waits": see `VerifierEngine.waits`}; None on ranks that do not write.
 
         samples: the fields of `state_thread.Ended`.
         """
@@ -202,7 +202,7 @@ class CaptureExtension:
         if sink is None:
             return None
         done = sink.finish([Ended(*sample) for sample in samples], wait)
-        return {"done": done, "failure": None if sink.failure is None else describe(sink.failure), "waited": sink.waited, "disk": sink.writer.waited}
+        return {"done": done, "failure": None if sink.failure is None else describe(sink.failure), "waits": (sink.waited, sink.writer.waited)}
 
     def capture_discard(self, samples: list[str]) -> None:
         if self._capture.sink is not None:

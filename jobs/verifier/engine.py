@@ -70,7 +70,7 @@ class VerifierEngine:
         self.tokens = 0  # decoded by this engine so far, running answers included
         self._ended_tokens, self._counted_at, self._looked_at = 0, 0.0, time.monotonic()
         self._open, self._check_one_in = False, 0
-        self.capture_wait, self.disk_wait = 0.0, 0.0  # seconds since `open_store`: it waited for its states to be taken in; they waited for the disk
+        self.waits = (0.0, 0.0)  # seconds since `open_store`: it waited for its states to be taken in; they waited for the disk
         self._dead = False  # it failed or hangs: it is closed, and not asked anything any more
         self._running: dict[str, Request] = {}
         self._backlog: deque[Request] = deque()  # follow-ups, not yet given to vLLM
@@ -113,7 +113,7 @@ class VerifierEngine:
             for failure in self._core.call("capture_open", dict.fromkeys(replicas, given)):
                 if failure:
                     raise rebuild(failure)
-        self._open, self._check_one_in, self.capture_wait, self.disk_wait = True, states.check_one_in, 0.0, 0.0
+        self._open, self._check_one_in, self.waits = True, states.check_one_in, (0.0, 0.0)
 
     def close_store(self) -> None:
         if self._open:
@@ -260,7 +260,7 @@ class VerifierEngine:
             if reply is None:  # a rank that does not write
                 continue
             failures += [reply["failure"]] if reply["failure"] else []
-            self.capture_wait, self.disk_wait = max(self.capture_wait, reply["waited"]), max(self.disk_wait, reply["disk"])
+            self.waits = tuple(map(max, self.waits, reply["waits"]))
             for sample, reason in reply["done"].items():
                 if sample in durable_soon:
                     settled.append(dataclasses.replace(durable_soon.pop(sample), dropped=reason))

@@ -228,12 +228,8 @@ class RemoteAnswers:
         return self._earlier_tokens + (self._traffic.tokens if self._traffic else 0)
 
     @property
-    def capture_wait(self) -> float:
-        return self._engine.capture_wait
-
-    @property
-    def disk_wait(self) -> float:
-        return self._engine.disk_wait
+    def waits(self) -> tuple[float, float]:
+        return self._engine.waits
 
     def open_store(self, folder: Path, layout: StateLayout, states: StatesSettings) -> None:
         self._engine.open_store(folder, layout, states)

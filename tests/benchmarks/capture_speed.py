@@ -162,7 +162,7 @@ def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
             else:
                 shutil.rmtree(work / kind, ignore_errors=True)
                 values.append(into_store(engine, work / kind, wanted(given, f"{kind}{number}-", temperature), taps))
-                waits.append((round(engine.capture_wait, 2), round(engine.disk_wait, 2)))
+                waits.append(tuple(round(seconds, 2) for seconds in engine.waits))
     shutil.rmtree(work / "greedy_with")
     store = StateStore(work / "with")
     rows = sum(store.response(i).tokens - 1 for i in store.ids())
