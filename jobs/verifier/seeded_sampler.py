@@ -97,15 +97,15 @@ def compiled(backend: str | Callable = "inductor") -> Callable[..., torch.Tensor
 
 
 @torch.inference_mode()  # as in vLLM's steps; what comes from elsewhere is copied, or it would be compiled another time
-def draw_compiled(logits: torch.Tensor, seeds: torch.Tensor, top_p: torch.Tensor | None, backend: str | Callable = "inductor") -> torch.Tensor:
-    """`draw` by one compiled function for any number of rows (and a second one without top_p)."""
+def draw_compiled(logits: torch.Tensor, seeds: torch.Tensor, top_p: torch.Tensor, backend: str | Callable = "inductor") -> torch.Tensor:
+    """`draw` by one compiled function for any number of rows."""
     rows = len(logits)
-    given = [logits.contiguous(), seeds.clone(), *([] if top_p is None else [top_p.clone()])]
+    given = [logits.contiguous(), seeds.clone(), top_p.clone()]
     if rows == 1:  # one row would be compiled by itself
         given = [torch.cat((x, x)) for x in given]
     for x in given:
         torch._dynamo.maybe_mark_dynamic(x, 0)
-    return compiled(backend)(*given, *([None] if top_p is None else []))[:rows]
+    return compiled(backend)(*given)[:rows]
 
 
 class SeededSampler:
@@ -148,4 +148,6 @@ class SeededSampler:
     def _draw(self, logits: torch.Tensor, seeds: np.ndarray, top_p: torch.Tensor | None) -> torch.Tensor:
         if self.device.type != "cuda":
             return draw(logits, halves(seeds), top_p, nucleus_by_sorting)
+        if top_p is None:  # it is 1 for all; without it another function would be compiled in the middle of the run
+            top_p = torch.ones(len(logits), device=self.device)
         return draw_compiled(logits, halves(seeds).pin_memory().to(self.device, non_blocking=True), top_p)

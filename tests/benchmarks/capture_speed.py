@@ -116,9 +116,14 @@ def make(folder: Path) -> dict:
     return {"parameters": total, "seconds": round(time.monotonic() - begun, 1)}
 
 
-def into_store(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...]) -> float:
-    """Seconds until every answer is committed with its states durable."""
-    begun = time.monotonic()
+def into_store(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds until every answer is committed with its states durable, and of them those until the last one was decoded."""
+    begun, looks = time.monotonic(), []  # the engine asks before each step whether it should stop, and once more when all is durable
+
+    def never() -> bool:
+        looks.append(time.monotonic())
+        return False
+
     engine.open_store(folder, layout_of(engine, taps), SHARD)
     with ResponseLog(folder) as log:
 
@@ -127,9 +132,9 @@ def into_store(engine: VerifierEngine, folder: Path, wanted: list[Request], taps
             log.append(Response(finished.request.id, finished.request.prompt_token_ids, finished.response_token_ids, "length", {}, "test", False))
             return ()
 
-        engine.run(wanted, commit)
+        engine.run(wanted, commit, never)
     engine.close_store()
-    return time.monotonic() - begun
+    return time.monotonic() - begun, looks[-2] - begun
 
 
 def wanted(given: argparse.Namespace, name: str, temperature: float = 1.0) -> list[Request]:
@@ -152,6 +157,7 @@ def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
     shutil.rmtree(work / "warm-up")
     waits: list[tuple[float, float]] = []  # of the runs with capture, in their order: for rows to be taken in, for the disk
     times: dict[str, list[float]] = {"with": [], "without": [], "greedy_with": [], "greedy_without": []}
+    decodings: dict[str, list[float]] = {"with": [], "greedy_with": []}
     for number in range(given.rounds):
         for kind, values in times.items():
             temperature = 0.0 if "greedy" in kind else 1.0
@@ -161,7 +167,9 @@ def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
                 values.append(time.monotonic() - begun)
             else:
                 shutil.rmtree(work / kind, ignore_errors=True)
-                values.append(into_store(engine, work / kind, wanted(given, f"{kind}{number}-", temperature), taps))
+                whole, decoding = into_store(engine, work / kind, wanted(given, f"{kind}{number}-", temperature), taps)
+                values.append(whole)
+                decodings[kind].append(decoding)
                 waits.append(tuple(round(seconds, 2) for seconds in engine.waits))
     shutil.rmtree(work / "greedy_with")
     store = StateStore(work / "with")
@@ -172,15 +180,17 @@ def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
     prefills = []
     for _ in range(given.rounds):
         shutil.rmtree(work / "prefill", ignore_errors=True)
-        prefills.append(into_store(engine, work / "prefill", existing, taps))
+        prefills.append(into_store(engine, work / "prefill", existing, taps)[0])
     written = sum(path.stat().st_blocks * 512 for path in (work / "prefill").glob("shard-*"))  # shards are preallocated
     problems = len(StateStore(work / "prefill").verify().problems)
     engine.close()
     best = {kind: min(values) for kind, values in times.items()}
     found |= {
         "seconds": {kind: [round(v, 2) for v in values] for kind, values in times.items()}, "prefill_seconds": [round(v, 2) for v in prefills],
-        "capture_and_disk_wait_seconds": waits,
+        "decoding_seconds": {kind: [round(v, 2) for v in values] for kind, values in decodings.items()}, "capture_and_disk_wait_seconds": waits,
         "capture_ratio": round(best["with"] / best["without"], 3), "capture_ratio_greedy": round(best["greedy_with"] / best["greedy_without"], 3),
+        # What a long run has: its last answers' way to the disk is nothing beside it.
+        "steady_ratio": round(min(decodings["with"]) / best["without"], 3), "steady_ratio_greedy": round(min(decodings["greedy_with"]) / best["greedy_without"], 3),
         "response_tokens_per_s": round((rows + len(tokens) - PROMPT * len(tokens)) / best["with"]), "rows": rows, "prefill_rows_per_s": round(rows / min(prefills)),
         "decode_rows_per_s": round(rows / best["with"]), "bytes_a_row": round(written / rows), "verify_problems": problems,
         # Of the process that has the states: the largest there was.

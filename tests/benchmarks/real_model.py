@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -174,13 +175,14 @@ class Bench:
 
     def _speculators(self, name: str) -> None:
         o, out = self.options, self.out / f"speculators-{name}"
+        form, _, rate = name.partition("@")
         if not (out / "trained.json").exists():
             command = [
                 sys.executable, str(Path(__file__).with_name("real_model_speculators.py")), str(self.out / "first"), str(self.verifier), str(out),
                 "--taps", *map(str, self.taps()), "--epochs", str(o.epochs), "--tokens-per-step", str(o.tokens_per_step),
-                "--learning-rate", str(o.speculators_learning_rate or o.learning_rate), "--warmup-share", str(o.warmup_share),
+                "--learning-rate", rate or str(o.learning_rate), "--warmup-share", str(o.warmup_share),
                 "--device", o.device, "--seed", str(o.seed), *(["--intermediate-size", str(o.intermediate_size)] if o.intermediate_size else []),
-                *(["--true-tokens"] if name.startswith("true-tokens") else []), *(["--dtype", "bfloat16"] if name.endswith("-bf16") else []),
+                *(["--true-tokens"] if form.startswith("true-tokens") else []), *(["--dtype", "bfloat16"] if form.endswith("-bf16") else []),
             ]  # fmt: skip
             # Its attention is compiled; where there is no GPU it runs uncompiled.
             self.process(command, self.out / f"speculators-{name}.log", {} if o.device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"})
@@ -283,6 +285,12 @@ def pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+def speculators_name(text: str) -> str:
+    if not re.fullmatch(r"(true|own)-tokens(-bf16)?(@[0-9.e-]+)?", text):
+        raise argparse.ArgumentTypeError(f"{text} is not true-tokens or own-tokens, then -bf16 or not, then @RATE or not")
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verifier", type=Path, required=True, help="checkpoint folder")
@@ -303,12 +311,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--tokens-per-step", type=int, default=1024)
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak, of ours and of theirs")
-    parser.add_argument("--speculators-learning-rate", type=float, help="another peak for theirs")
     parser.add_argument("--warm-learning-rate", type=float, default=3e-4)
     parser.add_argument("--warmup-share", type=float, default=0.03)
     parser.add_argument("--evaluate-every", type=int, help="optimizer steps between replays in training")
-    parser.add_argument("--speculators", nargs="+", choices=("true-tokens", "own-tokens", "true-tokens-bf16", "own-tokens-bf16"), default=["true-tokens", "own-tokens"],
-                        help="what its TTT steps are fed: the verifier's tokens (its --use-off-policy-tokens) or the draft's own (its default); in fp32, or all of it in bf16")  # fmt: skip
+    parser.add_argument("--speculators", nargs="+", type=speculators_name, default=["true-tokens", "own-tokens"], metavar="TOKENS[-bf16][@RATE]",
+                        help="what its TTT steps are fed: true-tokens, the verifier's (its --use-off-policy-tokens), or own-tokens, the draft's (its default); in fp32, or all of it in bf16; at another peak of the learning rate")  # fmt: skip
     parser.add_argument("--again", nargs="+", action="append", default=[], metavar=("NAME", "KEY=VALUE"), help="e.g. fp8 train.fp8=true; may be given several times")
     parser.add_argument("--at-once", type=int, default=1, help="trainings of `speculators` and `again` side by side; their seconds then say little")
     parser.add_argument("--scaling", type=float, nargs="*", default=[])
