@@ -187,6 +187,11 @@ def encode(layout: StateLayout, taps: Tensor, final: Tensor, logprob: Tensor) ->
     return {name: rows[name] for name in layout.tensors()}
 
 
+def concatenated(several: Sequence[Rows]) -> Rows:
+    """Rows one behind the other; as bytes, because not every operation knows FP8 on every device."""
+    return {name: torch.cat([rows[name].view(torch.uint8) for rows in several]).view(first.dtype) for name, first in several[0].items()}
+
+
 def raw(rows: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """The bytes of CPU tensors [r, ...], without a copy: [r, bytes of a row]. numpy has neither bf16 nor fp8."""
     flat = {name: tensor.detach().contiguous().reshape(len(tensor), -1) for name, tensor in rows.items()}

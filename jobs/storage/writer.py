@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,18 +117,19 @@ class StateWriter:
         The caller's memory is free again, unless it is written behind.
         """
         rows = count_rows(self.layout, f"{self.folder}: sample {sample_id}", first_position, taps, final, logprob)
-        self.append_stored(encode(self.layout, taps, final, logprob), Runs.of(Run(sample_id, first_position, 0, rows)))
+        self.append_stored(encode(self.layout, taps, final, logprob), [Runs.of(Run(sample_id, first_position, 0, rows))])
 
-    def append_stored(self, rows: Rows, runs: Runs) -> None:
-        """`append` for many samples at once: `rows` as `encode` makes them, of which each run takes its own."""
-        if not len(rows["logprob"]) or not runs.samples:
+    def append_stored(self, rows: Rows, steps: Sequence[Runs]) -> None:
+        """`append` for many samples at once: `rows` as `encode` makes them, of which each run takes its own; one step after the other."""
+        if not len(rows["logprob"]):
             return
         source = raw(rows)
         with self._lock:
             self._raise_failure()
             with self._pages.copying(source):
-                for index in self._continue(runs):
-                    self._take_in(source, runs.run(index))
+                for runs in steps:
+                    for index in self._continue(runs):
+                        self._take_in(source, runs.run(index))
             self._write_early(len(rows["logprob"]))
 
     def _continue(self, runs: Runs) -> Iterable[int]:

@@ -55,7 +55,7 @@ class Capture:
         self.is_open = False
         self._state: Any = None
         device = runner.device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # for copies to the host
         self._sample_tokens, self._sample = runner.sample_tokens, runner._sample
         runner.sample_tokens, runner._sample = self._around_sample_tokens, self._around_sample
 
@@ -79,7 +79,7 @@ class Capture:
             with torch.inference_mode():
                 step = self._read(state, output)
             if step is not None and self.sink is not None:
-                self.sink.put(step.to_host(self._side))
+                self.sink.put(step)
         # The rows carry the log-probabilities; sending them to the driver as well would cost more than the copy.
         output.logprobs_tensors = None
         return output
@@ -153,7 +153,7 @@ class Capture:
         if not index:
             return result
         # One copy from pinned memory, which the compute stream does not wait for.
-        table = torch.tensor([index, tokens], pin_memory=self._side is not None).to(hidden.device, non_blocking=True)  # [2, k]
+        table = torch.tensor([index, tokens], pin_memory=self.stream is not None).to(hidden.device, non_blocking=True)  # [2, k]
         at_once = max(1, LOGITS // self.runner.model_config.get_vocab_size())
         for where, token in zip(table[0].split(at_once), table[1].split(at_once), strict=True):
             logits = self.runner.model.compute_logits(hidden[where])  # [r, V]
@@ -185,7 +185,8 @@ class CaptureExtension:
             if _writes():
                 member = Member(self.parallel_config.data_parallel_index, replicas) if replicas > 1 else Member()
                 memory = LIMIT_BYTES // replicas  # of one machine
-                sink = StoreThread(StateWriter(Path(folder), layout, shard_bytes=shard_bytes, extent_rows=extent_rows, memory_bytes=memory, member=member))
+                writer = StateWriter(Path(folder), layout, shard_bytes=shard_bytes, extent_rows=extent_rows, memory_bytes=memory, member=member)
+                sink = StoreThread(writer, self._capture.stream)
                 if lm_head:
                     sink.check_with(Path(lm_head[0]), lm_head[1], LOGPROB_TOLERANCE[layout.dtype])
             self._capture.open(tap_ids, layout.taps, sink)

@@ -1,6 +1,7 @@
 """From the compute stream to the state store: host copies on a side stream, a thread that takes in, one that writes.
 
-Decision: the worker's main thread only copies and queues. One thread gives the rows of a step to the store,
+Decision: the worker's main thread only copies and queues, and the steps of a tenth of a second together: the threads
+share the interpreter, and each time one takes it from the other both wait. One thread gives the rows to the store,
 which copies them once, all samples together, to where each sample's rows are gathered; the store's own thread
 (disk_thread.py) writes what is gathered. The queue is short, the store's memory has a limit, and `put` waits
 when both are full: a slow disk slows the engine down instead of filling memory.
@@ -19,14 +20,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from jobs.storage.shards import Rows
+from jobs.storage.shards import Rows, concatenated
 from jobs.storage.states import StateGap, StateWriter
 from jobs.storage.tails import Runs
 from jobs.verifier.logprob_gate import Check, LogprobGate
 
-# Steps between the compute stream and the store. When the disk is slower the worker waits here, so
-# memory stays bounded: at most this many steps of max_num_batched_tokens rows each.
-STEPS_IN_FLIGHT = 4
+# Steps that are joined before they leave the device: until they have so many bytes, or the first is so old.
+JOINED_BYTES, JOINED_SECONDS = 128 << 20, 0.1
+# Joined steps between the compute stream and the store. When the disk is slower the worker waits here, so
+# memory stays bounded: at most this many of JOINED_BYTES and a step of max_num_batched_tokens rows each.
+IN_FLIGHT = 4
 
 
 class Span(NamedTuple):
@@ -69,6 +72,14 @@ class Spans(NamedTuple):
     def span(self, index: int) -> Span:
         return Span(self.samples[index], *(column[index].item() for column in self[1:]))
 
+    @classmethod
+    def joined(cls, several: Sequence["Spans"], rows: Sequence[int], requests: Sequence[int]) -> "Spans":
+        """Those of several steps in one: behind so many rows, and so many requests of the batch."""
+        samples, *columns = zip(*several, strict=True)
+        whole = cls(list(itertools.chain(*samples)), *map(np.concatenate, columns))
+        each = [len(spans.samples) for spans in several]
+        return whole._replace(first_row=whole.first_row + np.repeat(rows, each), request=whole.request + np.repeat(requests, each))
+
     def may_know_next(self) -> np.ndarray:
         """[n] bool: whether rows before the sampled ones can have a next token that is known already."""
         return (self.last_token >= 0) | ~self.sampled | (self.rows > 1 + self.drafts)
@@ -84,13 +95,37 @@ class Ended(NamedTuple):
 
 @dataclass
 class Step:
-    """What one forward pass leaves, on its way to the writer."""
+    """What one forward pass leaves, on its way to the writer; or several, one after the other."""
 
-    spans: Spans
+    spans: Spans  # by first_row
     rows: Rows  # as the store keeps them, [R, ...]; logprob [R] is NaN where not known from a prefill
     sampled_logprob: torch.Tensor | None  # [B, 1 + drafts] fp32
     sampled_ids: torch.Tensor | None  # [B, 1 + drafts], -1 after a rejection; None without drafts
     ready: torch.cuda.Event | None = None
+    begins: Sequence[int] = (0,)  # the first row of each pass
+
+    @classmethod
+    def joined(cls, steps: Sequence["Step"]) -> "Step":
+        """One of several, in their order, which are of one `form`."""
+        if len(steps) == 1:
+            return steps[0]
+        begins = [0, *itertools.accumulate(len(step.rows["logprob"]) for step in steps[:-1])]
+        requests = [0, *itertools.accumulate(step.requests for step in steps[:-1])]
+        logprobs, ids = [step.sampled_logprob for step in steps], [step.sampled_ids for step in steps]
+        return cls(
+            Spans.joined([step.spans for step in steps], begins, requests), concatenated([step.rows for step in steps]),
+            None if logprobs[0] is None else torch.cat(logprobs), None if ids[0] is None else torch.cat(ids), begins=begins,
+        )  # fmt: skip
+
+    @property
+    def form(self) -> list[int | None]:
+        """How many tokens were sampled after each request, as `sampled_logprob` and `sampled_ids` have it."""
+        return [None if sampled is None else sampled.shape[1] for sampled in (self.sampled_logprob, self.sampled_ids)]
+
+    @property
+    def requests(self) -> int:
+        """The batch's, where something of theirs is kept."""
+        return next((len(sampled) for sampled in (self.sampled_logprob, self.sampled_ids) if sampled is not None), 0)
 
     def to_host(self, stream: "torch.cuda.Stream | None") -> "Step":
         """The step in host memory; on a GPU by a copy on `stream`, complete when `ready` is."""
@@ -122,22 +157,26 @@ class Step:
         """
         spans, rows = self.spans, self.spans.rows
         if self.sampled_ids is not None:
-            accepted = ((self.sampled_ids >= 0).sum(dim=1) - 1).clamp(min=0).numpy()[spans.request]
+            accepted = ((self.sampled_ids.numpy() >= 0).sum(axis=1) - 1).clip(min=0)[spans.request]
             rows = np.where(spans.drafts > 0, rows - spans.drafts + accepted, rows)
         if self.sampled_logprob is not None:
             first = spans.rows - 1 - spans.drafts  # the first row of each span after which a token was sampled
             drawn = np.where(spans.sampled & (spans.last_token < 0), rows - first, 0)  # [n]
             nth = np.arange(drawn.sum()) - np.repeat(drawn.cumsum() - drawn, drawn)
             to, request = np.repeat(spans.first_row + first, drawn) + nth, np.repeat(spans.request, drawn)
-            self.rows["logprob"][to] = self.sampled_logprob[request, nth]
+            # Through numpy: torch takes an index apart number by number, with the interpreter's lock in hand.
+            self.rows["logprob"].numpy()[to] = self.sampled_logprob.numpy()[request, nth]
         return rows
 
 
 class StoreThread:
-    """A thread that writes one state store; `put`, `finish` and `discard` are handled in their order."""
+    """A thread that writes one state store; `put`, `finish` and `discard` are handled in their order.
 
-    def __init__(self, writer: StateWriter):
-        self.writer = writer
+    stream: on which a GPU's steps are copied to the host, joined up to `join_bytes`.
+    """
+
+    def __init__(self, writer: StateWriter, stream: "torch.cuda.Stream | None" = None, *, join_bytes: int = JOINED_BYTES):
+        self.writer, self._stream, self._join_bytes = writer, stream, join_bytes
         writer.write_behind()
         self.gate: LogprobGate | None = None  # see `check_with`
         self.failure: BaseException | None = None
@@ -145,7 +184,10 @@ class StoreThread:
         self._done: dict[str, str | None] = {}
         self._closed: set[str] = set()
         self._lock = threading.Lock()
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(STEPS_IN_FLIGHT)
+        self._steps: list[Step] = []  # given and not yet sent on, and what ended meanwhile
+        self._ended: list[Ended] = []
+        self._since = 0.0  # when the first of them was given
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(IN_FLIGHT)
         self._thread = threading.Thread(target=self._loop, name="state-writer", daemon=True)
         self._thread.start()
 
@@ -154,15 +196,21 @@ class StoreThread:
         self.gate = LogprobGate(model, lm_head, tolerance, self._checked)
 
     def put(self, step: Step) -> None:
-        self._take_in(lambda: self._write(step))
+        """A step on its device; it may not be written to any more."""
+        if self._steps and step.form != self._steps[0].form:
+            self._send()
+        self._note()
+        self._steps.append(step)
+        self._send_in_time()
 
     def finish(self, samples: Sequence[Ended], wait: bool) -> dict[str, str | None]:
         """Ask for `samples` to be made durable; returns {id: None or why it is dropped}.
 
         Of this and earlier calls those are returned that are done by now; with `wait`, all of them.
         """
-        if samples:
-            self._take_in(lambda: self._finish(samples))
+        self._note()
+        self._ended += samples
+        self._send() if wait else self._send_in_time()
         if wait:
             self._queue.join()
             with contextlib.suppress(Exception):  # it is in `writer.failure`
@@ -175,7 +223,26 @@ class StoreThread:
         return done
 
     def discard(self, samples: Sequence[str]) -> None:
+        self._send()
         self._take_in(lambda: self._discard(samples))
+
+    def _note(self) -> None:
+        if not self._steps and not self._ended:
+            self._since = time.monotonic()
+
+    def _send_in_time(self) -> None:
+        rows = sum(len(step.rows["logprob"]) for step in self._steps)
+        if rows * self.writer.layout.row_bytes >= self._join_bytes or time.monotonic() - self._since >= JOINED_SECONDS:
+            self._send()
+
+    def _send(self) -> None:
+        steps, ended = self._steps, self._ended
+        self._steps, self._ended = [], []
+        if steps:
+            step = Step.joined(steps).to_host(self._stream)
+            self._take_in(lambda: self._write(step))
+        if ended:
+            self._take_in(lambda: self._finish(ended))
 
     def _take_in(self, work: Callable[[], None]) -> None:
         began = time.monotonic()
@@ -183,6 +250,7 @@ class StoreThread:
         self.waited += time.monotonic() - began
 
     def close(self) -> None:
+        self._send()
         self._queue.put(None)
         self._thread.join()
         if self.gate:
@@ -206,10 +274,12 @@ class StoreThread:
     def _write(self, step: Step) -> None:
         if step.ready is not None:
             step.ready.synchronize()
-        rows = step.settle()
-        # Of closed samples the step was in flight when the request stopped.
-        spans = step.spans._replace(rows=rows).only(np.array([sample not in self._closed for sample in step.spans.samples]))
-        self.writer.append_stored(step.rows, Runs(spans.samples, spans.position, spans.first_row, spans.rows))
+        spans = step.spans._replace(rows=step.settle())
+        if not self._closed.isdisjoint(spans.samples):  # those were in flight when the request stopped
+            spans = spans.only(np.array([sample not in self._closed for sample in spans.samples]))
+        columns = spans.samples, spans.position, spans.first_row, spans.rows
+        bounds = [*np.searchsorted(spans.first_row, step.begins), len(spans.samples)]
+        self.writer.append_stored(step.rows, [Runs(*(column[begin:end] for column in columns)) for begin, end in itertools.pairwise(bounds)])
 
     def _finish(self, samples: Sequence[Ended]) -> None:
         dropped: dict[str, str] = {}

@@ -1,10 +1,10 @@
 """Rows a second of the worker's writer, without an engine: decoding steps against prefill-like ones, as a ratio of one run.
 
-    python writer_speed.py [FOLDER] [--gib 2] [--dtype bfloat16|float8_e4m3fn] [--hidden 7168] [--samples 1024] [--rounds 2]
+    python writer_speed.py [FOLDER] [--gib 2] [--dtype bfloat16|float8_e4m3fn] [--hidden 7168] [--samples 1024] [--joined 8] [--rounds 2]
 
 FOLDER lies on a tmpfs (default /dev/shm), so that the disk is not what is measured. Steps are made up and handed over
-as they lie in host memory after the copy from the device: decoding gives one row of each sample a step, prefill spans
-of 512 rows. Both write the same bytes, from the first `put` to the end of `finish(wait=True)`. One line of JSON:
+as they lie in host memory after the copy from the device: decoding gives one row of each sample a step, eight steps
+joined (on a GPU that happens there), prefill spans of 512 rows. Both write the same bytes, from the first `put` to the end of `finish(wait=True)`. One line of JSON:
 rates and processor seconds by thread, round by round, and of the last one the ratio prefill / decode.
 """
 
@@ -82,11 +82,13 @@ def main(given: argparse.Namespace) -> dict:
     found: dict = {}
     for kind, make in kinds.items():
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            thread = StoreThread(StateWriter(Path(folder) / "states", layout))
+            thread = StoreThread(StateWriter(Path(folder) / "states", layout), join_bytes=1)  # they are
             # The first round touches the writer's memory for the first time, which a run does once.
             for number in range(given.rounds):
                 steps, samples, rows = make(f"{number}-")
-                measured = measure(thread, list(steps), [Ended(f"{number}-{i}#0", rows + 1) for i in range(samples)])
+                steps, together = list(steps), given.joined if kind == "decode" else 1
+                joined = [Step.joined(steps[begin : begin + together]) for begin in range(0, len(steps), together)]
+                measured = measure(thread, joined, [Ended(f"{number}-{i}#0", rows + 1) for i in range(samples)])
                 measured |= {"rows_per_s": round(total / measured["seconds"]), "mb_per_s": round(total * layout.row_bytes / measured["seconds"] / 1e6)}
                 found.setdefault(kind, []).append(measured | {"seconds": round(measured["seconds"], 2)})
             thread.close()
@@ -102,6 +104,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", default="bfloat16")
     made.add_argument("--hidden", type=int, default=7168)
     made.add_argument("--samples", type=int, default=1024)
+    made.add_argument("--joined", type=int, default=8, help="steps of decoding that come together")
     made.add_argument("--rounds", type=int, default=2)
     return made
 

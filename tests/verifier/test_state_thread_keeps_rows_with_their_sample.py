@@ -64,8 +64,8 @@ def steps_of(rng: random.Random, lengths: list[int], speculate: bool) -> list[li
     return steps
 
 
-def written(folder, steps, lengths, **options) -> StateStore:
-    thread = StoreThread(StateWriter(folder, LAYOUT, shard_bytes=1 << 16, extent_rows=8, **options))
+def written(folder, steps, lengths, joined_rows=1 << 20, **options) -> StateStore:
+    thread = StoreThread(StateWriter(folder, LAYOUT, shard_bytes=1 << 16, extent_rows=8, **options), join_bytes=joined_rows * LAYOUT.row_bytes)
     for step in steps:
         thread.put(step_of(step))
     names = {f"s{i}#0": length for i, length in enumerate(lengths)}
@@ -92,7 +92,9 @@ def test_decoding_with_and_without_drafts(tmp_path):
     rng = random.Random(3)
     for number, speculate in enumerate([False, True] * 4):
         lengths = [rng.choice([2, 3, 12, 70, 150]) for _ in range(9)]
-        assert_right(written(tmp_path / str(number), steps_of(rng, lengths, speculate), lengths), lengths)
+        # Each step by itself, a few together, and all that were given within a tenth of a second.
+        for joined_rows in (1, 40, 1 << 20):
+            assert_right(written(tmp_path / f"{number}-{joined_rows}", steps_of(rng, lengths, speculate), lengths, joined_rows), lengths)
 
 
 def test_little_memory_costs_shorter_extents_and_no_row(tmp_path):
@@ -100,7 +102,8 @@ def test_little_memory_costs_shorter_extents_and_no_row(tmp_path):
     rng = random.Random(5)
     for number, speculate in enumerate([False, True] * 2):
         lengths = [rng.choice([2, 3, 12, 40, 70]) for _ in range(12)]
-        assert_right(written(tmp_path / str(number), steps_of(rng, lengths, speculate), lengths, memory_bytes=1), lengths)
+        for joined_rows in (1, 40):
+            assert_right(written(tmp_path / f"{number}-{joined_rows}", steps_of(rng, lengths, speculate), lengths, joined_rows, memory_bytes=1), lengths)
 
 
 def test_one_step_of_prefills_in_another_order(tmp_path):
@@ -112,7 +115,7 @@ def test_one_step_of_prefills_in_another_order(tmp_path):
 def test_a_slow_disk_slows_the_steps_down_and_fills_no_memory(tmp_path):
     """Each write takes a while: what lies in memory stays below what is allowed, and `put` waits."""
     writer = StateWriter(tmp_path / "store", LAYOUT, shard_bytes=1 << 16, extent_rows=8, memory_bytes=64 * LAYOUT.row_bytes)
-    thread, most, write = StoreThread(writer), 0, writer._write_extent
+    thread, most, write = StoreThread(writer, join_bytes=1), 0, writer._write_extent
 
     def slow(*given) -> None:
         time.sleep(0.002)
@@ -130,6 +133,23 @@ def test_a_slow_disk_slows_the_steps_down_and_fills_no_memory(tmp_path):
         for name in names:
             log.append(Response(name, [1], [2] * 30, "stop", {}, "test", False))
     assert_right(StateStore(tmp_path / "store"), [31] * 20)
+
+
+def test_an_answer_ends_in_the_midst_of_joined_steps(tmp_path):
+    """Its rows up to the end are kept, a row of a step that was in flight is not, and the others' rows go on."""
+    thread = StoreThread(StateWriter(tmp_path, LAYOUT, shard_bytes=1 << 16, extent_rows=8), join_bytes=1 << 30)
+    for position in range(12):
+        thread.put(step_of([(sample, position, 1, 0, 0) for sample in range(2) if sample or position < 8]))
+        if position == 6:
+            assert thread.finish([Ended("s0#0", 8)], wait=False) == {}
+    assert thread.finish([Ended("s1#0", 13)], wait=True) == {"s0#0": None, "s1#0": None}
+    thread.close()
+    with ResponseLog(tmp_path) as log:
+        for name, tokens in (("s0#0", 8), ("s1#0", 13)):
+            log.append(Response(name, [1], [2] * (tokens - 1), "stop", {}, "test", False))
+    store = StateStore(tmp_path)
+    assert_right(store, [8, 13])
+    assert not store.verify().problems
 
 
 def test_checked_rows_are_answered_for_in_every_type(tmp_path):
