@@ -26,7 +26,7 @@ from typing import Any
 
 from jobs.errors import MustFix
 from jobs.reporting import figures
-from jobs.reporting.workload import KIMI_K25, REFERENCE_FLOP, TINY, Range, VerifierSize, head_size, mean_ttt_steps
+from jobs.reporting.workload import KIMI_K25, REFERENCE_FLOP, TINY, Range, VerifierSize, head_size, training_flop
 from jobs.settings import Settings
 
 MEASURED_SPREAD = 1.1  # two runs of the same thing on the same box differ by about a tenth
@@ -317,7 +317,7 @@ def _training_rates(ledger: Mapping[str, Any], stage: figures.StageRow, base: Ra
     gpus = int(figures.number(stage.counts.get("processes")) or 1)
     tokens = settings.train.tokens_per_step * settings.train.accumulate / gpus
     head = head_size(settings, base.verifier)
-    ratio = head.train_flop(mean_ttt_steps(settings)) / REFERENCE_FLOP
+    ratio = training_flop(settings, head) / REFERENCE_FLOP
     # The last process's own steps, less its first with the compilation: in a short rehearsal that is most of the time.
     # Of a run with `single_step_share` a second compilation is still among them.
     counted = [figures.number(stage.counts.get(key)) for key in ("seconds", "first_step_seconds", "resumed_from")]

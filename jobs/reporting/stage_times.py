@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.reporting.machines import Machine, Rates
-from jobs.reporting.workload import REFERENCE_FLOP, Range, VerifierSize, Workload, mean_ttt_steps
+from jobs.reporting.workload import REFERENCE_FLOP, Range, VerifierSize, Workload, training_flop
 from jobs.settings import Settings
 
 ENGINE_START = "engine start"  # once a run, inside the first stage that needs the verifier
@@ -130,8 +130,7 @@ def _generate(name: str, settings: Settings, rates: Rates, tokens: Range, respon
 
 def _train(settings: Settings, rates: Rates, work: Workload, train_gpus: int) -> StagePlan:
     rows = max(1.0, settings.train.accumulate / train_gpus)
-    flop = work.head.train_flop(mean_ttt_steps(settings))
-    step = rates.step_seconds(settings.train.tokens_per_step, rows, flop) + rates.exchange_seconds(work.head.trained, train_gpus)
+    step = rates.step_seconds(settings.train.tokens_per_step, rows, training_flop(settings, work.head)) + rates.exchange_seconds(work.head.trained, train_gpus)
     arithmetic = Range(work.steps.low * step.low, work.steps.high * step.high)
     epochs = work.steps.high * settings.train.tokens_per_step * settings.train.accumulate / work.train_tokens.high
     # At best the states stay in the page cache after the first pass; at worst each epoch reads them again.

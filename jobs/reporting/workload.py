@@ -132,6 +132,17 @@ WARM_HEADS, WARM_HEAD_DIM = 64, 128
 REFERENCE_FLOP = 19.6e9  # HeadSize.train_flop(3) of that shape: what the measured anchors were made with
 
 
+# Time of a token's products on a GPU against bf16's: an H200's at 8,192 tokens a step (training_rate.py), fp32 by its data sheet.
+PRODUCTS = {"bf16": 1.0, "fp8": 0.76, "tf32": 2.2, "fp32": 10.0}
+
+
+def training_flop(settings: Settings, head: HeadSize) -> float:
+    """FLOP a token, forward and backward, counted as so many in bf16 as take the same time."""
+    train = settings.train
+    products = "bf16" if train.device == "cpu" else "fp8" if train.fp8 else train.precision
+    return head.train_flop(mean_ttt_steps(settings)) * PRODUCTS[products]
+
+
 def mean_ttt_steps(settings: Settings) -> float:
     """TTT steps averaged over training, which may begin with one step only."""
     train = settings.train

@@ -56,7 +56,11 @@ def judge_all(context: Context, candidates: Mapping[str, Candidate], store: Stat
 def as_served(context: Context, head: Eagle3Head) -> Eagle3Head:
     """The head in the verifier's type, in which it is published and vLLM computes drafts: a copy where it was trained in another."""
     dtype = getattr(torch, context.settings.verifier.dtype)
-    return head if head.fc.weight.dtype == dtype else copy.deepcopy(head).to(dtype)
+    if head.fc.weight.dtype == dtype:
+        return head
+    # Rounded as they are copied, and shared where there is nothing to round: beside training there is no room for all of it in fp32.
+    served = {id(weight): torch.nn.Parameter(weight.detach().to(dtype), requires_grad=False) for weight in head.parameters()}
+    return copy.deepcopy(head, served)
 
 
 def _tell_incomplete(context: Context, store: StateStore) -> None:

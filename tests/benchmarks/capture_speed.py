@@ -171,6 +171,7 @@ def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
                 values.append(whole)
                 decodings[kind].append(decoding)
                 waits.append(tuple(round(seconds, 2) for seconds in engine.waits))
+            print(kind, round(values[-1], 2), flush=True)  # what is broken off has told that much
     shutil.rmtree(work / "greedy_with")
     store = StateStore(work / "with")
     rows = sum(store.response(i).tokens - 1 for i in store.ids())

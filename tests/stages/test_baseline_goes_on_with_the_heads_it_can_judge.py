@@ -192,6 +192,8 @@ def test_a_head_is_judged_in_the_type_in_which_it_is_served(heads, tmp_path, mon
     for name, tensor in given["one"].head.state_dict().items():
         assert torch.equal(tensor, wanted[name]), name
     assert head.fc.weight.dtype == torch.float32, "what is given stays as it was: it may be in training"
+    head.embed_tokens.to(torch.bfloat16)
+    assert judging.as_served(served, head).embed_tokens.weight.data_ptr() == head.embed_tokens.weight.data_ptr(), "nor is copied what needs no rounding"
 
 
 def test_too_few_prompts_for_an_interval_is_78(heads, tmp_path):
