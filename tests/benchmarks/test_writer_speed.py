@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from writer_speed import main, parser
+from writer_speed import main, parser, scheduling
 
 from jobs.storage.states import StateWriter
 
@@ -30,3 +30,12 @@ def test_a_decoding_step_is_taken_in_by_a_few_array_operations(tmp_path, monkeyp
     one_by_one = main(given)["decode"][-1]["cpu_s"]["state-writer"]
     print({"together": together, "one by one": one_by_one})
     assert one_by_one > 2.5 * together
+
+
+@pytest.mark.slow
+def test_joined_steps_hold_up_the_thread_that_schedules_less(tmp_path):
+    memory = Path("/dev/shm")
+    folder = memory if memory.is_dir() and os.access(memory, os.W_OK) else tmp_path
+    found = scheduling(folder, joined=(0, 1, 12), rounds=5)
+    print(found)
+    assert found[12] < found[1], found

@@ -9,12 +9,13 @@ rates and processor seconds by thread, round by round, and of the last one the r
 """
 
 import argparse
+import contextlib
 import json
 import resource
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -68,6 +69,38 @@ def measure(thread: StoreThread, steps: list[Step], ended: list[Ended]) -> dict:
     spent = {name: round(value - cpu.get(name, 0), 2) for name, value in cpu_by_thread().items()}
     assert thread.failure is None and list(done.values()) == [None] * len(ended), thread.failure
     return {"seconds": seconds, "longest_put_s": round(longest, 2), "cpu_s": spent}
+
+
+def scheduling(folder: Path, joined: Sequence[int], rounds: int, samples: int = 256) -> dict[int, float]:
+    """Milliseconds of a step in a thread that computes as vLLM's does, with rows of 32 KB taken in beside it: by so many steps joined; 0: none.
+
+    The threads share the interpreter. The least of the rounds, which take turns.
+    """
+    torch.set_num_threads(1)
+    layout, best = StateLayout((2, 30, 58), 4096, "bfloat16", "made up", "0" * 40, "0" * 64), dict.fromkeys(joined, float("inf"))
+    rows = made_up(layout, samples)
+    with contextlib.ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+        threads = {several: StoreThread(StateWriter(work / str(several), layout), join_bytes=1) for several in joined if several}
+        for number in range(rounds + 1):
+            for several in joined:
+                steps = list(decode_steps(f"{number}-", rows, samples, 64 * samples))
+                given = {begin: Step.joined(steps[begin : begin + several]) for begin in range(0, len(steps), several)} if several else {}
+                begun = time.monotonic()
+                for place in range(len(steps)):
+                    sum(range(150_000))
+                    for _ in range(200):
+                        torch.zeros(8)  # lets go of the interpreter, as each operation does
+                    if place in given:
+                        threads[several].put(given[place])
+                if number:  # the first touches the memory
+                    best[several] = min(best[several], 1e3 * (time.monotonic() - begun) / len(steps))
+                if several:
+                    threads[several].discard([f"{number}-{i}#0" for i in range(samples)])
+        for thread in threads.values():
+            thread.close()
+            assert thread.failure is None, thread.failure
+    return best
 
 
 def main(given: argparse.Namespace) -> dict:
