@@ -25,10 +25,10 @@ from jobs.storage.states import StateGap, StateWriter
 from jobs.storage.tails import Runs
 from jobs.verifier.logprob_gate import Check, LogprobGate
 
-# Steps that are joined before they leave the device: until they have so many bytes, or the first is so old.
+# Steps are joined before they leave the device: up to so many bytes, and until the first is so old.
 JOINED_BYTES, JOINED_SECONDS = 128 << 20, 0.1
-# Joined steps between the compute stream and the store. When the disk is slower the worker waits here, so
-# memory stays bounded: at most this many of JOINED_BYTES and a step of max_num_batched_tokens rows each.
+# Joined steps between the compute stream and the store. When the disk is slower the worker waits here, so memory
+# stays bounded: at most this many times JOINED_BYTES or, where that is more, a step of max_num_batched_tokens rows.
 IN_FLIGHT = 4
 
 
@@ -197,7 +197,7 @@ class StoreThread:
 
     def put(self, step: Step) -> None:
         """A step on its device; it may not be written to any more."""
-        if self._steps and step.form != self._steps[0].form:
+        if self._steps and (step.form != self._steps[0].form or self._bytes(*self._steps, step) > self._join_bytes):
             self._send()
         self._note()
         self._steps.append(step)
@@ -231,9 +231,11 @@ class StoreThread:
             self._since = time.monotonic()
 
     def _send_in_time(self) -> None:
-        rows = sum(len(step.rows["logprob"]) for step in self._steps)
-        if rows * self.writer.layout.row_bytes >= self._join_bytes or time.monotonic() - self._since >= JOINED_SECONDS:
+        if self._bytes(*self._steps) >= self._join_bytes or time.monotonic() - self._since >= JOINED_SECONDS:
             self._send()
+
+    def _bytes(self, *steps: Step) -> int:
+        return sum(len(step.rows["logprob"]) for step in steps) * self.writer.layout.row_bytes
 
     def _send(self) -> None:
         steps, ended = self._steps, self._ended
