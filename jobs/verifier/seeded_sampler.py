@@ -119,7 +119,7 @@ class SeededSampler:
         if self.device.type == "cuda":  # compiled before the first step, for the most rows there may be: made for few, it is half as fast with many
             with torch.inference_mode():
                 logits = torch.zeros(runner.max_num_reqs, runner.model_config.get_vocab_size(), device=self.device)
-                self._draw(logits, np.zeros(len(logits), np.uint64), torch.ones(len(logits), device=self.device))
+                self._draw(logits, np.zeros(len(logits), np.uint64), None)
 
     def _around_sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         runner = self.runner

@@ -1,7 +1,7 @@
 """From the compute stream to the state store: host copies on a side stream, a thread that takes in, one that writes.
 
-Decision: the worker's main thread only copies and queues, and the steps of a tenth of a second together: the threads
-share the interpreter, and each time one takes it from the other both wait. One thread gives the rows to the store,
+Decision: the worker's main thread only copies, joins the steps of a tenth of a second and queues them: the threads share
+the interpreter, and each time one takes it from the other both wait. One thread gives the rows to the store,
 which copies them once, all samples together, to where each sample's rows are gathered; the store's own thread
 (disk_thread.py) writes what is gathered. The queue is short, the store's memory has a limit, and `put` waits
 when both are full: a slow disk slows the engine down instead of filling memory.
@@ -27,8 +27,8 @@ from jobs.verifier.logprob_gate import Check, LogprobGate
 
 # Steps are joined before they leave the device: up to so many bytes, and until the first is so old.
 JOINED_BYTES, JOINED_SECONDS = 128 << 20, 0.1
-# Joined steps between the compute stream and the store. When the disk is slower the worker waits here, so memory
-# stays bounded: at most this many times JOINED_BYTES or, where that is more, a step of max_num_batched_tokens rows.
+# Joined steps that wait for the store; one more is being taken in, and one waits in `put` when the disk is slower. So host memory
+# stays bounded: six times JOINED_BYTES or, where that is more, a step of max_num_batched_tokens rows; and once that on the device.
 IN_FLIGHT = 4
 
 
@@ -73,12 +73,12 @@ class Spans(NamedTuple):
         return Span(self.samples[index], *(column[index].item() for column in self[1:]))
 
     @classmethod
-    def joined(cls, several: Sequence["Spans"], rows: Sequence[int], requests: Sequence[int]) -> "Spans":
-        """Those of several steps in one: behind so many rows, and so many requests of the batch."""
+    def joined(cls, several: Sequence["Spans"], first_rows: Sequence[int], first_requests: Sequence[int]) -> "Spans":
+        """Those of several steps in one, where each step's rows and requests begin at these."""
         samples, *columns = zip(*several, strict=True)
         whole = cls(list(itertools.chain(*samples)), *map(np.concatenate, columns))
         each = [len(spans.samples) for spans in several]
-        return whole._replace(first_row=whole.first_row + np.repeat(rows, each), request=whole.request + np.repeat(requests, each))
+        return whole._replace(first_row=whole.first_row + np.repeat(first_rows, each), request=whole.request + np.repeat(first_requests, each))
 
     def may_know_next(self) -> np.ndarray:
         """[n] bool: whether rows before the sampled ones can have a next token that is known already."""
@@ -106,7 +106,7 @@ class Step:
 
     @classmethod
     def joined(cls, steps: Sequence["Step"]) -> "Step":
-        """One of several, in their order, which are of one `form`."""
+        """One of several single ones, in their order, which are of one `form`."""
         if len(steps) == 1:
             return steps[0]
         begins = [0, *itertools.accumulate(len(step.rows["logprob"]) for step in steps[:-1])]
@@ -124,7 +124,7 @@ class Step:
 
     @property
     def requests(self) -> int:
-        """The batch's, where something of theirs is kept."""
+        """How many the batch has; 0 where nothing was sampled."""
         return next((len(sampled) for sampled in (self.sampled_logprob, self.sampled_ids) if sampled is not None), 0)
 
     def to_host(self, stream: "torch.cuda.Stream | None") -> "Step":
@@ -197,21 +197,25 @@ class StoreThread:
 
     def put(self, step: Step) -> None:
         """A step on its device; it may not be written to any more."""
-        if self._steps and (step.form != self._steps[0].form or self._bytes(*self._steps, step) > self._join_bytes):
+        # A long run is written from where it lies (`StateWriter`), and would keep the memory of all that was joined with it.
+        alone = self._bytes(step) >= self._join_bytes or step.spans.rows.max() >= self.writer.extent_rows
+        if self._steps and (alone or step.form != self._steps[0].form or self._bytes(*self._steps, step) > self._join_bytes):
             self._send()
-        self._note()
+        self._begin()
         self._steps.append(step)
-        self._send_in_time()
+        self._send() if alone else self._send_in_time()
 
     def finish(self, samples: Sequence[Ended], wait: bool) -> dict[str, str | None]:
         """Ask for `samples` to be made durable; returns {id: None or why it is dropped}.
 
         Of this and earlier calls those are returned that are done by now; with `wait`, all of them.
         """
-        self._note()
+        self._begin()
         self._ended += samples
-        self._send() if wait else self._send_in_time()
-        if wait:
+        if not wait:
+            self._send_in_time()
+        else:
+            self._send()
             self._queue.join()
             with contextlib.suppress(Exception):  # it is in `writer.failure`
                 self.writer.sync()
@@ -226,7 +230,8 @@ class StoreThread:
         self._send()
         self._take_in(lambda: self._discard(samples))
 
-    def _note(self) -> None:
+    def _begin(self) -> None:
+        """What comes now is the first to wait, if nothing does."""
         if not self._steps and not self._ended:
             self._since = time.monotonic()
 
@@ -242,6 +247,7 @@ class StoreThread:
         self._steps, self._ended = [], []
         if steps:
             step = Step.joined(steps).to_host(self._stream)
+            del steps  # their memory is the device's
             self._take_in(lambda: self._write(step))
         if ended:
             self._take_in(lambda: self._finish(ended))
@@ -252,14 +258,16 @@ class StoreThread:
         self.waited += time.monotonic() - began
 
     def close(self) -> None:
-        self._send()
-        self._queue.put(None)
-        self._thread.join()
-        if self.gate:
-            self.gate.close()
-        # What already failed is reported once; closing lets go of the folder even so.
-        with contextlib.suppress(Exception if self.failure else ()):
-            self.writer.close()
+        try:
+            self._send()
+        finally:
+            self._queue.put(None)
+            self._thread.join()
+            if self.gate:
+                self.gate.close()
+            # What already failed is reported once; closing lets go of the folder even so.
+            with contextlib.suppress(Exception if self.failure else ()):
+                self.writer.close()
 
     @torch.inference_mode()  # the rows are outputs of it, and log-probabilities are filled in here
     def _loop(self) -> None:
@@ -277,7 +285,8 @@ class StoreThread:
         if step.ready is not None:
             step.ready.synchronize()
         spans = step.spans._replace(rows=step.settle())
-        if not self._closed.isdisjoint(spans.samples):  # those were in flight when the request stopped
+        # Their steps were in flight when the request stopped; of those that were joined with its end `finish` drops the rows.
+        if not self._closed.isdisjoint(spans.samples):
             spans = spans.only(np.array([sample not in self._closed for sample in spans.samples]))
         columns = spans.samples, spans.position, spans.first_row, spans.rows
         bounds = [*np.searchsorted(spans.first_row, step.begins), len(spans.samples)]

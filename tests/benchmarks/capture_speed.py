@@ -117,8 +117,8 @@ def make(folder: Path) -> dict:
 
 
 def into_store(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...]) -> tuple[float, float]:
-    """Seconds until every answer is committed with its states durable, and of them those until the last one was decoded."""
-    begun, looks = time.monotonic(), []  # the engine asks before each step whether it should stop, and once more when all is durable
+    """Seconds until every answer is committed with its states durable, and of them those until the last step began."""
+    begun, looks = time.monotonic(), []  # the engine asks before each step whether it should stop
 
     def never() -> bool:
         looks.append(time.monotonic())
@@ -134,7 +134,7 @@ def into_store(engine: VerifierEngine, folder: Path, wanted: list[Request], taps
 
         engine.run(wanted, commit, never)
     engine.close_store()
-    return time.monotonic() - begun, looks[-2] - begun
+    return time.monotonic() - begun, looks[-1] - begun
 
 
 def wanted(given: argparse.Namespace, name: str, temperature: float = 1.0) -> list[Request]:

@@ -63,7 +63,7 @@ def main(given: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory(dir=given.folder) as made:
         folder = Path(made)
         before = dd(folder, size)
-        thread = StoreThread(StateWriter(folder / "states", layout))
+        thread = StoreThread(StateWriter(folder / "states", layout), join_bytes=1)  # on a GPU they are joined there
         open_bytes = resident()
         with Peak() as peak:
             steps = list(decode_steps("s", step, given.samples, rows * given.samples))

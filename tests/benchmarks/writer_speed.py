@@ -74,7 +74,7 @@ def measure(thread: StoreThread, steps: list[Step], ended: list[Ended]) -> dict:
 def scheduling(folder: Path, joined: Sequence[int], rounds: int, samples: int = 256) -> dict[int, float]:
     """Milliseconds of a step in a thread that computes as vLLM's does, with rows of 32 KB taken in beside it: by so many steps joined; 0: none.
 
-    The threads share the interpreter. The least of the rounds, which take turns.
+    The threads share the interpreter. Joining itself, on a GPU a few launches, is left out. The least of the rounds, which take turns.
     """
     torch.set_num_threads(1)
     layout, best = StateLayout((2, 30, 58), 4096, "bfloat16", "made up", "0" * 40, "0" * 64), dict.fromkeys(joined, float("inf"))

@@ -17,7 +17,7 @@ from jobs.settings import VerifierSettings
 from jobs.stages import generate
 from jobs.stages.conversations import read_conversations
 from jobs.storage.states import ResponseLog, StateStore, StateWriter
-from jobs.verifier import capture
+from jobs.verifier import capture, state_thread
 from jobs.verifier.chat import Chat
 from jobs.verifier.engine import VerifierEngine, VerifierFacts
 from jobs.verifier.state_thread import StoreThread
@@ -232,6 +232,7 @@ def test_a_stop_keeps_what_is_finished(engine, tmp_path):
 @pytest.mark.parametrize("behind", ["disk", "processor"])
 def test_what_slows_the_verifier_down_is_said(engine, tmp_path, monkeypatch, behind):
     """A step's rows wait for memory that the disk has to give back, or for the thread that takes them in."""
+    monkeypatch.setattr(state_thread, "JOINED_SECONDS", 0.0)  # each by itself: so few, joined, would fit into the queue
     rows = [prompt(i, QUESTIONS[i]) for i in range(6)]
     if behind == "disk":
         write = StateWriter._write_extent

@@ -9,11 +9,13 @@ import dataclasses
 import random
 import time
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from jobs.storage.shards import encode
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
+from jobs.verifier import state_thread
 from jobs.verifier.state_thread import Ended, Span, Spans, Step, StoreThread
 
 TAPS, HIDDEN = (2, 5, 7), 4
@@ -88,11 +90,17 @@ def assert_right(store: StateStore, lengths: list[int]) -> None:
         assert torch.equal(read.logprob[known], -want[known]) and known[-1]
 
 
+@pytest.fixture(autouse=True)
+def joined_by_bytes_alone(monkeypatch):
+    """And not by the clock, which on a busy machine joins less."""
+    monkeypatch.setattr(state_thread, "JOINED_SECONDS", float("inf"))
+
+
 def test_decoding_with_and_without_drafts(tmp_path):
     rng = random.Random(3)
     for number, speculate in enumerate([False, True] * 4):
         lengths = [rng.choice([2, 3, 12, 70, 150]) for _ in range(9)]
-        # Each step by itself, a few together, and all that were given within a tenth of a second.
+        # Each step by itself, a few together, and all.
         for joined_rows in (1, 40, 1 << 20):
             assert_right(written(tmp_path / f"{number}-{joined_rows}", steps_of(rng, lengths, speculate), lengths, joined_rows), lengths)
 
@@ -150,6 +158,32 @@ def test_an_answer_ends_in_the_midst_of_joined_steps(tmp_path):
     store = StateStore(tmp_path)
     assert_right(store, [8, 13])
     assert not store.verify().problems
+
+
+def test_a_run_that_is_written_from_where_it_lies_is_joined_with_nothing(tmp_path):
+    """Else the disk would hold the memory of every step that came with it."""
+    thread, given = StoreThread(StateWriter(tmp_path, LAYOUT, shard_bytes=1 << 16, extent_rows=8), join_bytes=1 << 30), []
+    write = thread.writer.append_stored
+    thread.writer.append_stored = lambda rows, steps: (given.append([int(runs.rows.max()) for runs in steps]), write(rows, steps))
+    for pieces in ([(0, 0, 3, 0, 0)], [(0, 3, 1, 0, 0)], [(1, 0, 8, 0, 0)], [(0, 4, 1, 0, 0)], [(0, 5, 1, 0, 0)]):
+        thread.put(step_of(pieces))
+    assert thread.finish([Ended("s0#0", 7), Ended("s1#0", 9)], wait=True) == {"s0#0": None, "s1#0": None}
+    thread.close()
+    assert given == [[3, 1], [8], [1, 1]]
+
+
+def test_closing_lets_go_of_the_store_when_the_last_steps_cannot_leave_the_device(tmp_path, monkeypatch):
+    def full(several):
+        raise torch.OutOfMemoryError("no room to join them")
+
+    thread = StoreThread(StateWriter(tmp_path, LAYOUT, shard_bytes=1 << 16, extent_rows=8))
+    for position in range(2):
+        thread.put(step_of([(0, position, 1, 0, 0)]))
+    monkeypatch.setattr(state_thread, "concatenated", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        thread.close()
+    assert not thread._thread.is_alive()
+    StateWriter(tmp_path, LAYOUT, shard_bytes=1 << 16, extent_rows=8).close()
 
 
 def test_checked_rows_are_answered_for_in_every_type(tmp_path):
