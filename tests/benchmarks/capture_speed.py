@@ -1,11 +1,12 @@
 """Rates of two ways on the same machine: ours, and speculators' generator with its one file a sample.
 
-    python capture_speed.py make|ours|speculators WORK [tiny|smol|middle] [--sequences N] [--requests N] [--answer N] [--eager] [--gpus N] [--parallel auto|tp|…]
+    python capture_speed.py make|ours|speculators WORK [tiny|smol|middle|deep] [--sequences N] [--requests N] [--answer N] [--eager] [--gpus N] [--parallel auto|tp|…]
 
 Each prints one line of JSON. Made for a GPU; with few sequences and `--eager` it also runs on a CPU.
 
 `make` writes a verifier with random weights: `middle` is a Kimi-K2.5 with the real attention's inner sizes and 3 B
-parameters, `smol` a Llama of SmolLM2-135M's shape (rates do not depend on the weights).
+parameters, `deep` the same with 48 layers (43 GB), whose step takes the GPU longer than vLLM's Python, as a large verifier's
+does, `smol` a Llama of SmolLM2-135M's shape (rates do not depend on the weights).
 `ours` decodes with and without capture on one engine, taking turns, and prefills the answers into a store. There are more
 requests than places, of unequal lengths, as in a run: were all to end in one step, nearly all would be written after it.
 `speculators` prefills the first of the same tokens with the pinned release and saves one file a sample.
@@ -37,8 +38,9 @@ from jobs.verifier.facts import VerifierFacts  # noqa: E402
 from jobs.verifier.parallel import parallel  # noqa: E402
 from jobs.verifier.tiny import CHECKPOINT  # noqa: E402
 
-# hidden, layers, heads, q_lora, experts, expert width, dense width, vocabulary; MLA's inner sizes are Kimi's.
-H, L, HEADS, QL, EXPERTS, WIDTH, DENSE, VOCAB = 4096, 8, 32, 1024, 32, 1024, 8192, 32768
+# hidden, heads, q_lora, experts, expert width, dense width, vocabulary; MLA's inner sizes are Kimi's.
+H, HEADS, QL, EXPERTS, WIDTH, DENSE, VOCAB = 4096, 32, 1024, 32, 1024, 8192, 32768
+LAYERS = {"middle": 8, "deep": 48}
 KVL, NOPE, ROPE, V = 512, 128, 64, 128
 PROMPT = 64
 SHARD = StatesSettings(shard_mib=1024)
@@ -74,7 +76,7 @@ def make(folder: Path) -> dict:
     shutil.copytree(CHECKPOINT, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((CHECKPOINT / "config.json").read_text())
     config["text_config"] |= dict(
-        hidden_size=H, num_hidden_layers=L, num_attention_heads=HEADS, num_key_value_heads=HEADS, q_lora_rank=QL, kv_lora_rank=KVL,
+        hidden_size=H, num_hidden_layers=LAYERS[folder.name], num_attention_heads=HEADS, num_key_value_heads=HEADS, q_lora_rank=QL, kv_lora_rank=KVL,
         qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=V, n_routed_experts=EXPERTS, num_experts_per_tok=8, moe_intermediate_size=WIDTH,
         intermediate_size=DENSE, vocab_size=VOCAB,
     )  # fmt: skip
@@ -98,7 +100,7 @@ def make(folder: Path) -> dict:
         return sum(weight.numel() for weight in weights.values())
 
     total += write("top.safetensors", {"model.embed_tokens.weight": random(VOCAB, H, scale=H**0.5), "model.norm.weight": ones(H), "lm_head.weight": random(VOCAB, H, scale=2.0)})
-    for i in range(L):
+    for i in range(LAYERS[folder.name]):
         p, a = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         weights = {f"{p}.input_layernorm.weight": ones(H), f"{p}.post_attention_layernorm.weight": ones(H)}
         weights |= {f"{a}.q_a_proj.weight": random(QL, H), f"{a}.q_a_layernorm.weight": ones(QL), f"{a}.q_b_proj.weight": random(HEADS * (NOPE + ROPE), QL)}
@@ -231,7 +233,7 @@ def main(given: argparse.Namespace) -> dict:
     given.work.mkdir(parents=True, exist_ok=True)
     model = CHECKPOINT if given.model == "tiny" else given.work.parent / given.model
     if given.step == "make":
-        return {"smol": smol, "middle": make}[given.model](model)
+        return (smol if given.model == "smol" else make)(model)
     return {"ours": ours, "speculators": speculators}[given.step](given.work, model, given)
 
 
@@ -239,7 +241,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("step", choices=["make", "ours", "speculators"])
     parser.add_argument("work", type=Path)
-    parser.add_argument("model", nargs="?", default="middle", choices=["tiny", "smol", "middle"])
+    parser.add_argument("model", nargs="?", default="middle", choices=["tiny", "smol", *LAYERS])
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--requests", type=int, help="four times as many as there are places if left out")
     parser.add_argument("--answer", type=int, default=320, help="mean length; a half to one and a half of it")
