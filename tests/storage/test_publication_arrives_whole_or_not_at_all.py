@@ -317,12 +317,14 @@ def test_a_manifest_cannot_write_outside_its_folder(place, tmp_path, name):
 
 
 def test_a_reader_at_any_moment_gets_all_or_a_refusal(place, tmp_path):
-    """A reader that polls while a publisher works sees refusals, then the whole head."""
+    """A reader that polls from before a publisher begins sees refusals, then the whole head."""
     uri, settings = place
     head = make_head(tmp_path / "head", 1)
+    begin, told = os.pipe()
     child = os.fork()
     if child == 0:
         try:
+            os.read(begin, 1)  # the reader was refused once
             publish(head, uri, settings, state=None)
             os._exit(0)
         finally:
@@ -337,6 +339,7 @@ def test_a_reader_at_any_moment_gets_all_or_a_refusal(place, tmp_path):
                 assert "not complete" in str(refusal) or "Nothing is published" in str(refusal)
                 assert not (tmp_path / "back").exists()
                 refused += 1
+                os.write(told, b".")
         assert contents(tmp_path / "back") == contents(head)
         assert refused > 0
         _, status = os.waitpid(child, 0)
