@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import HOSTILE, complete_ledger
+from made_up_runs import HOSTILE, complete_ledger
 
 from jobs.errors import MustFix
 from jobs.reporting import charts, figures
