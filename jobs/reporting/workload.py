@@ -130,8 +130,6 @@ class HeadSize:
 # The published K2 and K2.5 heads that are worth a warm start (AQ-MedAI) all have this shape.
 WARM_HEADS, WARM_HEAD_DIM = 64, 128
 REFERENCE_FLOP = 19.6e9  # HeadSize.train_flop(3) of that shape: what the measured anchors were made with
-
-
 # Time of a token's products on a GPU against bf16's: an H200's at 8,192 tokens a step (training_rate.py), fp32 by its data sheet.
 PRODUCTS = {"bf16": 1.0, "fp8": 0.76, "tf32": 2.2, "fp32": 10.0}
 

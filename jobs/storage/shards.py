@@ -177,10 +177,8 @@ def encode(layout: StateLayout, taps: Tensor, final: Tensor, logprob: Tensor) ->
     rows: Rows = {"logprob": logprob.float().contiguous()}
     if layout.is_fp8:
         for name, wide in (("taps", taps), ("final", final)):
-            stored, scales = zip(*(quantize(part) for part in wide.split(QUANTIZED_AT_ONCE)), strict=True)
-            # As bytes: not every operation knows the type on every device.
-            rows[name] = torch.cat([part.view(torch.uint8) for part in stored]).view(layout.torch_dtype)  # [r, (T,) H]
-            rows[f"{name}_scale"] = torch.cat(scales)  # [r, (T)]
+            parts = map(quantize, wide.split(QUANTIZED_AT_ONCE))  # [r, (T,) H] and [r, (T)] of each
+            rows |= concatenated([{name: stored, f"{name}_scale": scale} for stored, scale in parts])
     else:
         rows["taps"] = taps.to(layout.torch_dtype).contiguous()
         rows["final"] = final.to(layout.torch_dtype).contiguous()

@@ -36,6 +36,7 @@ from jobs.storage.shards import (
     ShardPlan,
     StateLayout,
     checksum,
+    concatenated,
     count_rows,
     create_shard,
     dequantize,
@@ -171,10 +172,9 @@ class StateWriter:
             for position in positions:
                 extent = next(extent for extent, start, end in spans if start <= position < end)
                 found.append(self._shards[extent.shard].read(extent.row + position - extent.position))
-        rows = {name: torch.cat([row[name] for row in found]) for name in ("final", "logprob")}
-        if self.layout.is_fp8:
-            rows["final"] = dequantize(rows["final"], torch.cat([row["final_scale"] for row in found]))
-        return rows["final"], rows["logprob"]
+        rows = concatenated(found)
+        final = dequantize(rows["final"], rows["final_scale"]) if self.layout.is_fp8 else rows["final"]
+        return final, rows["logprob"]
 
     def discard(self, sample_id: str) -> None:
         """Forget a sample that is not committed; its rows may be used again.

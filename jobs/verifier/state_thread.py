@@ -198,7 +198,7 @@ class StoreThread:
     def put(self, step: Step) -> None:
         """A step on its device; it may not be written to any more."""
         # A long run is written from where it lies (`StateWriter`), and would keep the memory of all that was joined with it.
-        alone = self._bytes(step) >= self._join_bytes or step.spans.rows.max() >= self.writer.extent_rows
+        alone = step.spans.rows.max() >= self.writer.extent_rows
         if self._steps and (alone or step.form != self._steps[0].form or self._bytes(*self._steps, step) > self._join_bytes):
             self._send()
         self._begin()

@@ -73,10 +73,11 @@ def make(folder: Path) -> dict:
     from safetensors.torch import save_file
 
     begun = time.monotonic()
+    layers = LAYERS[folder.name]
     shutil.copytree(CHECKPOINT, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((CHECKPOINT / "config.json").read_text())
     config["text_config"] |= dict(
-        hidden_size=H, num_hidden_layers=LAYERS[folder.name], num_attention_heads=HEADS, num_key_value_heads=HEADS, q_lora_rank=QL, kv_lora_rank=KVL,
+        hidden_size=H, num_hidden_layers=layers, num_attention_heads=HEADS, num_key_value_heads=HEADS, q_lora_rank=QL, kv_lora_rank=KVL,
         qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=V, n_routed_experts=EXPERTS, num_experts_per_tok=8, moe_intermediate_size=WIDTH,
         intermediate_size=DENSE, vocab_size=VOCAB,
     )  # fmt: skip
@@ -100,7 +101,7 @@ def make(folder: Path) -> dict:
         return sum(weight.numel() for weight in weights.values())
 
     total += write("top.safetensors", {"model.embed_tokens.weight": random(VOCAB, H, scale=H**0.5), "model.norm.weight": ones(H), "lm_head.weight": random(VOCAB, H, scale=2.0)})
-    for i in range(LAYERS[folder.name]):
+    for i in range(layers):
         p, a = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         weights = {f"{p}.input_layernorm.weight": ones(H), f"{p}.post_attention_layernorm.weight": ones(H)}
         weights |= {f"{a}.q_a_proj.weight": random(QL, H), f"{a}.q_a_layernorm.weight": ones(QL), f"{a}.q_b_proj.weight": random(HEADS * (NOPE + ROPE), QL)}

@@ -9,11 +9,16 @@ from writer_speed import main, parser, scheduling
 from jobs.storage.states import StateWriter
 
 
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """A folder in memory where there is one, so that the disk is not what is measured."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() and os.access(shared, os.W_OK) else tmp_path
+
+
 @pytest.mark.slow
-def test_one_row_of_many_samples_a_step_costs_little_more_than_long_runs(tmp_path):
-    memory = Path("/dev/shm")
-    folder = memory if memory.is_dir() and os.access(memory, os.W_OK) else tmp_path
-    found = main(parser().parse_args([str(folder), "--gib", "0.4", "--samples", "256", "--rounds", "4"]))
+def test_one_row_of_many_samples_a_step_costs_little_more_than_long_runs(memory):
+    found = main(parser().parse_args([str(memory), "--gib", "0.4", "--samples", "256", "--rounds", "4"]))
     print(found)
     # In processor seconds, since the machine may be shared, and of the best round but the first: a virtual machine's memory is
     # slow when touched anew. Wall times and quiet machines' figures stand in NOTES.md.
@@ -33,9 +38,7 @@ def test_a_decoding_step_is_taken_in_by_a_few_array_operations(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_joined_steps_hold_up_the_thread_that_schedules_less(tmp_path):
-    memory = Path("/dev/shm")
-    folder = memory if memory.is_dir() and os.access(memory, os.W_OK) else tmp_path
-    found = scheduling(folder, joined=(0, 1, 12), rounds=5)
+def test_joined_steps_hold_up_the_thread_that_schedules_less(memory):
+    found = scheduling(memory, joined=(0, 1, 12), rounds=5)
     print(found)
     assert found[12] < found[1], found

@@ -15,7 +15,7 @@ import resource
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -46,6 +46,12 @@ def prefill_steps(name: str, rows: dict, total: int) -> Iterator[Step]:
     spans = PREFILL_ROWS // SPAN
     for step in range(total // PREFILL_ROWS):
         yield Step(Spans.of(Span(f"{name}{step * spans + i}#0", i * SPAN, SPAN, 0, i, 0, False, 5) for i in range(spans)), rows, None, None)
+
+
+def joined_by(several: int, steps: Iterable[Step]) -> list[Step]:
+    """So many steps in one, as they come from a GPU."""
+    listed = list(steps)
+    return [Step.joined(listed[begin : begin + several]) for begin in range(0, len(listed), several)]
 
 
 def touch(folder: Path, size: int) -> None:
@@ -92,14 +98,14 @@ def scheduling(folder: Path, joined: Sequence[int], rounds: int, samples: int = 
         for number in range(rounds + 1):
             for several in joined:
                 steps = list(decode_steps(f"{number}-", rows, samples, 64 * samples))
-                given = {begin: Step.joined(steps[begin : begin + several]) for begin in range(0, len(steps), several)} if several else {}
+                given = joined_by(several, steps) if several else []
                 begun = time.monotonic()
                 for place in range(len(steps)):
                     sum(range(150_000))
                     for _ in range(200):
                         torch.zeros(8)  # lets go of the interpreter, as each operation does
-                    if place in given:
-                        threads[several].put(given[place])
+                    if several and place % several == 0:
+                        threads[several].put(given[place // several])
                 if number:  # the first touches the memory
                     best[several] = min(best[several], 1e3 * (time.monotonic() - begun) / len(steps))
                 if several:
@@ -127,9 +133,7 @@ def main(given: argparse.Namespace) -> dict:
             # The first round touches the writer's memory for the first time, which a run does once.
             for number in range(given.rounds):
                 steps, samples, rows = make(f"{number}-")
-                steps, together = list(steps), given.joined if kind == "decode" else 1
-                joined = [Step.joined(steps[begin : begin + together]) for begin in range(0, len(steps), together)]
-                measured = measure(thread, joined, [Ended(f"{number}-{i}#0", rows + 1) for i in range(samples)])
+                measured = measure(thread, joined_by(given.joined if kind == "decode" else 1, steps), [Ended(f"{number}-{i}#0", rows + 1) for i in range(samples)])
                 measured |= {"rows_per_s": round(total / measured["seconds"]), "mb_per_s": round(total * layout.row_bytes / measured["seconds"] / 1e6)}
                 found.setdefault(kind, []).append(measured | {"seconds": round(measured["seconds"], 2)})
             thread.close()

@@ -75,9 +75,13 @@ def written(folder, steps, lengths, joined_rows=1 << 20, **options) -> StateStor
     thread.put(step_of([(0, lengths[0] - 1, 1, 0, 0)]))  # asynchronous scheduling: a step that was in flight
     thread.close()
     assert thread.failure is None
+    return committed(folder, lengths)
+
+
+def committed(folder, lengths: list[int]) -> StateStore:
     with ResponseLog(folder) as log:
-        for name, length in names.items():
-            log.append(Response(name, [1], [2] * (length - 1), "stop", {}, "test", False))
+        for sample, length in enumerate(lengths):
+            log.append(Response(f"s{sample}#0", [1], [2] * (length - 1), "stop", {}, "test", False))
     return StateStore(folder)
 
 
@@ -137,10 +141,7 @@ def test_a_slow_disk_slows_the_steps_down_and_fills_no_memory(tmp_path):
     assert thread.finish([Ended(name, 31) for name in names], wait=True) == dict.fromkeys(names)
     thread.close()
     assert most <= 64 and thread.waited > 0.1
-    with ResponseLog(tmp_path / "store") as log:
-        for name in names:
-            log.append(Response(name, [1], [2] * 30, "stop", {}, "test", False))
-    assert_right(StateStore(tmp_path / "store"), [31] * 20)
+    assert_right(committed(tmp_path / "store", [31] * 20), [31] * 20)
 
 
 def test_an_answer_ends_in_the_midst_of_joined_steps(tmp_path):
@@ -152,10 +153,7 @@ def test_an_answer_ends_in_the_midst_of_joined_steps(tmp_path):
             assert thread.finish([Ended("s0#0", 8)], wait=False) == {}
     assert thread.finish([Ended("s1#0", 13)], wait=True) == {"s0#0": None, "s1#0": None}
     thread.close()
-    with ResponseLog(tmp_path) as log:
-        for name, tokens in (("s0#0", 8), ("s1#0", 13)):
-            log.append(Response(name, [1], [2] * (tokens - 1), "stop", {}, "test", False))
-    store = StateStore(tmp_path)
+    store = committed(tmp_path, [8, 13])
     assert_right(store, [8, 13])
     assert not store.verify().problems
 
