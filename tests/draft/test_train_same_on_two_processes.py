@@ -11,23 +11,30 @@ from safetensors.torch import load_file
 from synthetic_states import make_store
 from train_in_process import lines, start, wait
 
+from jobs.draft import checkpoint
 from jobs.ports import free_port
 
 
 def run(states: Path, folder: Path, world: int, kill_at: int | None = None, **changes) -> tuple[list[int], str]:
-    """(exit codes, standard error of all) of as many processes as torchrun would start; kill_at: SIGKILL for all of them after that step."""
+    """(exit codes, standard error of all) of as many processes as torchrun would start; kill_at: SIGKILL for all of
+    them as soon as a checkpoint of that step or a later one is whole (it is written behind the training)."""
     port = free_port()
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         start(states, folder, environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **changes)
         for rank in range(world)
     ]
-    while kill_at and all(p.is_alive() for p in processes) and all(line.get("step", 0) < kill_at for line in lines(folder)):
+    while kill_at and all(p.is_alive() for p in processes) and checkpointed(folder) < kill_at:
         time.sleep(0.01)
     for process in processes if kill_at else ():
         process.kill()
     ends = [wait(process, folder) for process in processes]
     return [code for code, _ in ends], ends[-1][1]
+
+
+def checkpointed(folder: Path) -> int:
+    """The last step of which a whole checkpoint lies in `folder`, 0 if there is none."""
+    return max((int(match[1]) for path in folder.glob("step-*") if (match := checkpoint.NAME.fullmatch(path.name))), default=0)
 
 
 def figures(folder: Path) -> list[dict]:
