@@ -74,10 +74,10 @@ def test_a_killed_training_goes_on_with_another_number_of_processes(tmp_path):
     """AdamW's moments lie in shares on the ranks and whole in a checkpoint, so any number can take them over."""
     states = tmp_path / "states"
     make_store(states, [(4 + i % 7, 12 + (i * 5) % 30) for i in range(31)])
-    codes, error = run(states, tmp_path / "alone", 1, accumulate=4, epochs=4)
+    codes, error = run(states, tmp_path / "alone", 1, accumulate=4, epochs=6)
     assert codes == [0], error
     for world, stop in ((2, 4), (4, 8), (1, None)):
-        codes, error = run(states, tmp_path / "run", world, accumulate=4, epochs=4, checkpoint_every=2, kill_at=stop)
+        codes, error = run(states, tmp_path / "run", world, accumulate=4, epochs=6, checkpoint_every=2, kill_at=stop)
         assert codes == ([0] if stop is None else [-signal.SIGKILL] * world), error
     assert sum("continues" in line.get("note", "") for line in lines(tmp_path / "run")) == 2
     one, changing = ({line["step"]: line for line in figures(tmp_path / name)} for name in ("alone", "run"))
