@@ -165,6 +165,7 @@ class Bench:
             self.say("live.speedup", **found["speedup"], same_answers=found.get("same_answers"))
 
     def speculators(self) -> None:
+        self._trainer_of_theirs(self.options.speculators[0], "--only-files")  # for all of them, before several run at once
         self.each(self._speculators, self.options.speculators)
 
     def each(self, train: Callable[[Any], None], of: Sequence[Any]) -> None:
@@ -174,19 +175,24 @@ class Bench:
                 done.result()
 
     def _speculators(self, name: str) -> None:
+        trained = self.out / f"speculators-{name}" / "trained.json"
+        if not trained.exists():
+            self._trainer_of_theirs(name)
+        self.say(f"speculators.{name}", **json.loads(trained.read_text()))
+
+    def _trainer_of_theirs(self, name: str, *arguments: str) -> None:
         o, out = self.options, self.out / f"speculators-{name}"
         form, _, rate = name.partition("@")
-        if not (out / "trained.json").exists():
-            command = [
-                sys.executable, str(Path(__file__).with_name("real_model_speculators.py")), str(self.out / "first"), str(self.verifier), str(out),
-                "--taps", *map(str, self.taps()), "--epochs", str(o.epochs), "--tokens-per-step", str(o.tokens_per_step),
-                "--learning-rate", rate or str(o.learning_rate), "--warmup-share", str(o.warmup_share),
-                "--device", o.device, "--seed", str(o.seed), *(["--intermediate-size", str(o.intermediate_size)] if o.intermediate_size else []),
-                *(["--true-tokens"] if form.startswith("true-tokens") else []), *(["--dtype", "bfloat16"] if form.endswith("-bf16") else []),
-            ]  # fmt: skip
-            # Its attention is compiled; where there is no GPU it runs uncompiled.
-            self.process(command, self.out / f"speculators-{name}.log", {} if o.device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"})
-        self.say(f"speculators.{name}", **json.loads((out / "trained.json").read_text()))
+        command = [
+            sys.executable, str(Path(__file__).with_name("real_model_speculators.py")), str(self.out / "first"), str(self.verifier),
+            str(self.out / "speculators-files"), str(out), *arguments, "--taps", *map(str, self.taps()),
+            "--epochs", str(o.epochs), "--tokens-per-step", str(o.tokens_per_step),
+            "--learning-rate", rate or str(o.learning_rate), "--warmup-share", str(o.warmup_share),
+            "--device", o.device, "--seed", str(o.seed), *(["--intermediate-size", str(o.intermediate_size)] if o.intermediate_size else []),
+            *(["--true-tokens"] if form.startswith("true-tokens") else []), *(["--dtype", "bfloat16"] if form.endswith("-bf16") else []),
+        ]  # fmt: skip
+        # Its attention is compiled; where there is no GPU it runs uncompiled.
+        self.process(command, self.out / f"speculators-{name}.log", {} if o.device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"})
 
     def theirs(self, name: str) -> Path:
         return self.out / f"speculators-{name}" / "checkpoints" / str(self.options.epochs - 1)

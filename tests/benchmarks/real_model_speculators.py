@@ -1,8 +1,9 @@
 """speculators 0.4.0.1 trains its own EAGLE-3 head on the states that a run of ours captured.
 
-usage: real_model_speculators.py RUN VERIFIER OUT --epochs N --tokens-per-step R --learning-rate L …
-RUN is a run directory with `states/train` and `vocab.safetensors`; OUT/checkpoints/<epoch> is what speculators
-saves, OUT/trained.json what it cost. Model, data set, packing, collation, loss, optimizer, schedule, clipping and
+usage: real_model_speculators.py RUN VERIFIER FILES OUT --epochs N --tokens-per-step R --learning-rate L …
+RUN is a run directory with `states/train` and `vocab.safetensors`; FILES the folder of what speculators reads, written
+if it is not whole (once for all trainings on these states: `--only-files` before several at once); OUT/checkpoints/<epoch>
+is what speculators saves, OUT/trained.json what it cost. Model, data set, packing, collation, loss, optimizer, schedule, clipping and
 checkpoint are speculators' own, put together as its `scripts/train.py` does; only the files it reads are written here.
 
 Its recipe is kept (noise on the features, AdamW's defaults, the first residual normed, the verifier's attention
@@ -28,16 +29,19 @@ from jobs.storage.files import write_json_atomically
 from jobs.storage.states import StateStore
 
 NOISE = 0.05  # the default of its recipe
+LENGTHS = "sample_lengths.json"  # speculators reads it beside the files; here the last to be written
 
 
-def write_files(store: StateStore, taps: tuple[int, ...], verifier: VerifierWeights, eps: float, folder: Path) -> list[str]:
+def write_files(store: StateStore, taps: tuple[int, ...], verifier: VerifierWeights, eps: float, folder: Path) -> None:
     """Its v1 format, a file a sample: `hidden_states` is the three taps and the last state BEFORE the final norm.
 
     We store the last state behind the norm. Divided by the norm's weight it has a root mean square of 1, so
     speculators' own norm gives back what we stored; a sample for which it does not is an error.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    weight, lengths, files = verifier.final_norm.float(), {}, []
+    weight, lengths = verifier.final_norm.float(), {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of a few hundred rows a thread has nothing; with 16 it was four files a second
     rounding = 1e-3 if store.layout.dtype == "float32" else 2e-2
     for number, sample_id in enumerate(store.ids()):
         sample = store.read(sample_id, list(taps))
@@ -58,9 +62,12 @@ def write_files(store: StateStore, taps: tuple[int, ...], verifier: VerifierWeig
             path,
         )
         lengths[str(number)] = len(ids)
-        files.append(str(path))
-    write_json_atomically(folder / "sample_lengths.json", lengths)
-    return files
+    torch.set_num_threads(threads)
+    write_json_atomically(folder / LENGTHS, lengths)
+
+
+def files_in(folder: Path) -> list[str]:
+    return [str(folder / f"data_{number}.pt") for number in range(len(json.loads((folder / LENGTHS).read_text())))]
 
 
 def draft_model(verifier_path: Path, vocabulary: DraftVocabulary, options: argparse.Namespace):
@@ -88,7 +95,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("verifier", type=Path)
+    parser.add_argument("files", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--only-files", action="store_true")
     parser.add_argument("--taps", type=int, nargs=3, required=True)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--tokens-per-step", type=int, required=True)
@@ -114,8 +123,12 @@ def main() -> None:
     torch.set_default_dtype(dtype)  # a `.to` afterwards would round the rope's frequencies too
     model = draft_model(options.verifier, vocabulary, options)
     torch.set_default_dtype(torch.float32)
-    store = StateStore(options.run / "states" / "train")
-    files = write_files(store, tuple(options.taps), verifier, model.config.transformer_layer_config.rms_norm_eps, options.out / "data")
+    eps = model.config.transformer_layer_config.rms_norm_eps
+    if not (options.files / LENGTHS).exists():
+        write_files(StateStore(options.run / "states" / "train"), tuple(options.taps), verifier, eps, options.files)
+    if options.only_files:
+        return
+    files = files_in(options.files)
     data = Eagle3SampleFileDataset(max_len=options.tokens_per_step, file_list=files, transform=AddUniformNoise(std=NOISE), hidden_states_dtype=dtype)
     sampler = MultipackDistributedBatchSamplerV2(batch_max_length=options.tokens_per_step, lengths=data.approx_lengths, num_replicas=1, rank=0)
     workers = min(12, os.cpu_count() or 1) if options.device == "cuda" else 0

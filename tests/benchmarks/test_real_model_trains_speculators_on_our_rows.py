@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "draft"))
 
-from real_model_speculators import write_files
+from real_model_speculators import files_in, write_files
 from synthetic_states import TAPS, Language, make_store
 
 EPS = 1e-6
@@ -27,7 +27,8 @@ def test_its_rows_are_ours_and_its_norm_gives_back_the_state_that_was_stored(tmp
 
     language = BehindTheNorm.make()
     store = make_store(tmp_path / "states", [(5, 9), (3, 12)], language=language)
-    files = write_files(store, TAPS, language.verifier, EPS, tmp_path / "data")
+    write_files(store, TAPS, language.verifier, EPS, tmp_path / "data")
+    files = files_in(tmp_path / "data")
     data = Eagle3SampleFileDataset(max_len=64, file_list=files)
     weight = language.verifier.final_norm.float()
     assert len(files) == len(store.ids()) == 2
