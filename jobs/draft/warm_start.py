@@ -4,7 +4,8 @@ A K2-Instruct head never saw `<think>`: it cannot draft it, and no training teac
 in its map. So the ids this verifier's answers need replace the head's rarest ids, one row of the output
 head each. A new row is the verifier's own lm_head row for that id, scaled to the mean norm of the old
 rows, so that it enters the softmax at the scale the head was trained at. Rows of ids that stay are kept
-bit for bit, at the draft index they had: nothing else of the head is moved.
+bit for bit. All rows are then put into ascending order of their target ids, which the draft vocabulary
+asks for (`vocabulary.py` says why) and which neither a new id nor every published head's map is in.
 
 The embedding becomes the verifier's own: vLLM keeps a second copy of one that differs in a single bit,
 and a head made for another release of the verifier has slightly different rows.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from jobs.draft.model import Eagle3Head
-from jobs.draft.vocabulary import DraftVocabulary, check_maps
+from jobs.draft.vocabulary import DraftVocabulary
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 
@@ -27,7 +28,7 @@ from jobs.errors import MustFix
 class WarmStart:
     """What a warm start found and changed.
 
-    missing_forced: special ids the head could not draft; replaced: (old id, new id) in draft order;
+    missing_forced: special ids the head could not draft; replaced: (old id, new id), the rarest old id first;
     coverage: share of the counted response tokens the head could draft, before and after;
     embedding_differed: rows of the head's embedding that were not the verifier's.
     """
@@ -75,17 +76,15 @@ def warm_start(head: Eagle3Head, verifier: VerifierWeights, counts: Mapping[int,
     missing = [i for i in forced if not before.t2d[i]]
     places = _rarest(ids, counts, set(forced), len(missing), config.vocab_size)  # draft indices that give way
     replaced = tuple((int(ids[place]), new) for place, new in zip(places, missing, strict=True))
-    if missing:
-        rows = head.lm_head.weight  # [Vd, H]
-        scale = rows.float().norm(dim=1).mean()
-        for place, new in zip(places, missing, strict=True):
-            fresh = verifier.lm_head[new].to(device=rows.device, dtype=torch.float32)  # [H]
-            rows[place] = (fresh * (scale / fresh.norm().clamp_min(1e-12))).to(rows.dtype)
-            ids[place] = new
-        head.d2t.copy_(ids - torch.arange(ids.numel()))
-        head.t2d.zero_()
-        head.t2d[ids.to(head.t2d.device)] = True
-        check_maps(head.d2t.cpu(), head.t2d.cpu(), where="warm start")
+    rows = head.lm_head.weight  # [Vd, H]
+    scale = rows.float().norm(dim=1).mean()
+    for place, new in zip(places, missing, strict=True):
+        fresh = verifier.lm_head[new].to(device=rows.device, dtype=torch.float32)  # [H]
+        rows[place] = (fresh * (scale / fresh.norm().clamp_min(1e-12))).to(rows.dtype)
+        ids[place] = new
+    ids, order = ids.sort()
+    rows.copy_(rows[order.to(rows.device)])
+    head.set_vocabulary(ids)
     own = head.embed_tokens.weight.cpu()
     differed = int((own != verifier.embedding).any(dim=1).sum()) if own.dtype == verifier.embedding.dtype else own.shape[0]
     if differed:

@@ -1,12 +1,18 @@
 """A finished run does nothing again; cheap stages that became stale run by themselves, paid ones refuse with 78."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from small_smoke import run
 
 from jobs.run import RunDirectory
 from jobs.settings import load
+from jobs.verifier.chat import Chat
+from jobs.verifier.tiny import CHECKPOINT
 
 pytestmark = pytest.mark.slow
 
@@ -67,9 +73,24 @@ def test_redo_pays_again_and_keeps_what_was_there(finished):
     assert kept[0].read_bytes() != (finished / "trained" / "model.safetensors").read_bytes()
 
 
+def without(head: Path, folder: Path) -> tuple[Path, int]:
+    """The head as a published one may be: it lacks a special id, and its draft ids are in no order. (its folder, that id)"""
+    shutil.copytree(head, folder)
+    tensors = load_file(folder / "model.safetensors")
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    lacks = next(i for i in Chat.load(CHECKPOINT).special_token_ids if i in ids)
+    ids[ids == lacks] = int((~tensors["t2d"]).nonzero()[0])
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
+    tensors["lm_head.weight"], ids = tensors["lm_head.weight"][order].contiguous(), ids[order]
+    tensors["d2t"], tensors["t2d"] = ids - torch.arange(len(ids)), torch.zeros_like(tensors["t2d"]).index_fill(0, ids, True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, lacks
+
+
 def test_a_no_go_of_the_gate_ends_well_and_a_forced_run_starts_from_the_existing_head(finished, tmp_path):
     folder = tmp_path / "run"
-    existing = (f'heads.candidates=[{{name="existing", model="{finished / "head"}"}}]', "heads.warm_start=best")
+    head, lacks = without(finished / "head", tmp_path / "published")
+    existing = (f'heads.candidates=[{{name="existing", model="{head}"}}]', "heads.warm_start=best", "train.processes=2", "train.accumulate=2")
     result = run(folder, "gate.train_if_best_below=1.001", *existing)
     assert result["status"] == "no_go" and result["exit_code"] == 0 and result["published"] is None, result["error"]
     assert result["stages"]["generate.train"]["state"] == "skipped"
@@ -82,7 +103,9 @@ def test_a_no_go_of_the_gate_ends_well_and_a_forced_run_starts_from_the_existing
     assert forced["status"] == "done" and forced["published"], forced["error"]
     assert json.loads((folder / "run.json").read_text())["gate"]["forced"] is True
     told = [json.loads(line).get("text", "") for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert any("warm start from existing, taps read as" in text for text in told)
+    warmed = next(text for text in told if "warm start from existing, taps read as" in text)
+    assert f"special ids it could not draft: [{lacks}]" in warmed
+    assert load_file(folder / "head" / "model.safetensors")["t2d"][lacks], "the trained head can"
     assert "over_existing" in json.loads((folder / "evaluation.json").read_text())["gains"]
     assert "warm start: existing" in (folder / "head" / "README.md").read_text()
 
