@@ -1,7 +1,7 @@
 """A Hugging Face hub on loopback: the two routes that a pinned download needs, over real HTTP.
 
 It serves repositories from folders and can be told to hang in the middle of a file, as the real one
-is known to do.
+is known to do, to refuse a token, and to be busy for a while.
 """
 
 import contextlib
@@ -22,6 +22,8 @@ class Hub:
         self.downloads: list[tuple[str, str | None]] = []  # (file, Range header)
         self.stop = threading.Event()
         self.gated: set[str] = set()  # repositories whose files this account may not read
+        self.status: int | None = None  # every answer: 401 and 403 as for a token that is invalid, or lacks a permission
+        self.free, self.busy = 0, 0  # after `free` more questions, `busy` ones are answered with 503
         self.url = ""
 
 
@@ -52,6 +54,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        if self.hub.free > 0:
+            self.hub.free -= 1
+        elif self.hub.busy > 0:
+            self.hub.busy -= 1
+            return self._answer(503, b"{}", {})
+        if self.hub.status:
+            return self._answer(self.hub.status, b"{}", {"X-Error-Message": "Invalid credentials in Authorization header"} if self.hub.status == 401 else {})
         path = self.path.split("?")[0]
         for name, folder in self.hub.repositories.items():
             if path == f"/api/models/{name}/auth-check":
@@ -81,13 +90,14 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get("Range")
         if self.command == "GET":
             self.hub.downloads.append((name, wanted))
-        start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
+        start, _, last = wanted.removeprefix("bytes=").partition("-") if wanted else ("0", "", "")
+        start, end = int(start), min(int(last or len(data)) + 1, len(data))
         if wanted:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         hang = self.command == "GET" and name in self.hub.hang_once
         if hang:
             self.hub.hang_once.discard(name)
-        self._answer(206 if wanted else 200, data[start:], headers, hang=hang)
+        self._answer(206 if wanted else 200, data[start:end], headers, hang=hang)
 
     def _answer(self, code: int, body: bytes, headers: dict[str, str], *, hang: bool = False) -> None:
         self.send_response(code)

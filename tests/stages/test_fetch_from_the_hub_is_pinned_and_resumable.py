@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -83,6 +84,43 @@ def test_unknown_repository_revision_and_silent_hub(tmp_path, repository):
         assert other["code"] == 78 and "has no revision" in other["error"]
     silent, _ = download(tmp_path, "http://127.0.0.1:9")
     assert silent["code"] == 75 and "does not answer" in silent["error"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (401, 78, r"The hub refuses the token \(HTTP 401, asked for someone/model\) \(HF_TOKEN\): give a valid token"),
+        (403, 78, r"This token may not read someone/model \(HTTP 403\) \(HF_TOKEN\): accept the licence on the hub"),
+        (404, 78, r"correct the name"),
+        (429, 75, r"does not answer"),
+        (503, 75, r"does not answer"),
+    ],
+)
+def test_what_the_hub_will_always_refuse_is_no_passing_fault(tmp_path, repository, status, code, said):
+    with hub({"someone/model": repository}) as server:
+        server.status = status
+        result, _ = download(tmp_path, server.url)
+    assert result["code"] == code and re.search(said, result["error"]), result
+
+
+def test_a_token_that_may_not_read_the_files_is_told_before_the_attempts(tmp_path, repository):
+    with hub({"someone/model": repository}) as server:
+        server.gated.add("someone/model")
+        result, errors = download(tmp_path, server.url)
+        assert result["code"] == 78 and "accept its licence" in result["error"] and server.downloads == [] and "attempt" not in errors
+
+
+def test_a_half_filled_folder_is_completed_not_taken_for_the_whole(tmp_path, repository):
+    """Preflight leaves such a folder; the hub's client gives it for the whole one when the hub does not answer meanwhile."""
+    with hub({"someone/model": repository}) as server:
+        environment = os.environ | {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        described = [sys.executable, "-c", f"from jobs.stages import hub; print(hub.description('someone/model', {COMMIT!r})[0])"]
+        folder = Path(subprocess.run(described, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout.strip())
+        assert [path.name for path in folder.iterdir()] == ["config.json"] and (folder / "config.json").is_file()
+        server.free, server.busy = 2, 1  # what `download` asks itself: the list of files, and whether the token may read them
+        result, errors = download(tmp_path, server.url, revision=COMMIT)
+    assert "attempt 1 of 5 ended without the whole repository" in errors
+    assert Path(result["path"]) == folder and (folder / "model.safetensors").stat().st_size == 32 << 20
 
 
 def test_a_branch_is_no_pin():
