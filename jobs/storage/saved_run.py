@@ -15,7 +15,10 @@ before the results it speaks of, `responses.jsonl` before `index.jsonl` before t
 response line needs was on the disk before that line was (see states.py); the rest counts as garbage.
 
 One run, one machine: a saver that finds another owner, or a state that another machine has saved since,
-stops, because two machines continuing one run would both be paid for.
+stops, because two machines continuing one run would both be paid for. Each start saves under a token of its
+own. The run directory's record holds every token that was used from there, each before a state with it can
+stand at the place: a process that dies between the two, or whose answer is lost, must not look like another
+machine to the next one.
 """
 
 import hashlib
@@ -41,7 +44,7 @@ from jobs.storage.senders import Grace, Senders, settled
 
 VERSION = 1
 STATE, OWNER, BLOCKS = "state.json", "owner.json", "blocks"
-RECORD = ".saved.json"  # in the run directory: what was saved last, so that unchanged files are not read again
+RECORD = ".saved.json"  # in the run directory: what was saved last, so that unchanged files are not read again, and `tokens`
 # The head has a push of its own, what was set aside stays where it is, and a head as it drafts is written anew at each start.
 LEFT_OUT = ("published", "superseded", "speculation")
 SETTLED_NS = 2_000_000_000  # far more than the tick of a file system's clock
@@ -101,7 +104,7 @@ def refusal(uri: str, settings: PushSettings, run_id: str, record: dict[str, Any
             f"An unfinished run of {state['job']!r} is saved there, of {state['saved']}",
             where=uri, remedy=f"continue it with --resume-from {uri} and an empty --run-dir, choose another push.uri, or remove it",
         )  # fmt: skip
-    if record.get("token") == state["token"]:
+    if state["token"] in _tokens(record):
         return None
     return NotOurs(
         f"This run was continued on another machine ({state['host']}, {state['saved']})",
@@ -110,11 +113,16 @@ def refusal(uri: str, settings: PushSettings, run_id: str, record: dict[str, Any
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """What this run directory was saved as, or restored from, last."""
+    """What this run directory was saved as, or restored from, last; without `uri` where no save has ended yet."""
     try:
         return json.loads((folder / RECORD).read_bytes())
     except (FileNotFoundError, ValueError):
         return {}
+
+
+def _tokens(record: dict[str, Any]) -> list[str]:
+    """Under which this run directory was saved or restored, oldest first."""
+    return list(dict.fromkeys([*record.get("tokens", ()), *([record["token"]] if "token" in record else [])]))
 
 
 class RunSaver:
@@ -127,6 +135,7 @@ class RunSaver:
         self._senders = Senders(min(settings.threads, MOST_THREADS), "save")
         self.block_bytes = settings.part_mib << 20
         self.token = uuid.uuid4().hex
+        self._tokens: list[str] = []  # those of earlier starts, too, once they are on the disk
         self._claimed = False
         self._there: set[str] = set()  # blocks known to be at the place
         self._turns: dict[str, threading.Lock] = {}  # of blocks that are being looked for or sent
@@ -144,6 +153,8 @@ class RunSaver:
             self._claim()
         self._sent = 0
         files = self._snapshot(should_stop)
+        if should_stop():
+            raise self._stopped()
         ledger = json.loads((self.folder / "run.json").read_bytes())
         self._require_ownership()
         state = {
@@ -151,9 +162,10 @@ class RunSaver:
             "paid": any("started" in ledger["stages"][name] for name in BEGUN_MEANS_PAID),
             "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "host": socket.gethostname(), "files": files,
         }  # fmt: skip
-        self.place.write_small(STATE, json.dumps(state).encode())
+        self._announce()
+        self.place.write_small(STATE, json.dumps(state).encode(), should_stop=should_stop)
         self._files = files
-        write_json_atomically(self.folder / RECORD, state | {"uri": self.uri})
+        write_json_atomically(self.folder / RECORD, state | {"uri": self.uri, "tokens": self._tokens})
         named = {block for file in files.values() for block in file["blocks"]}
         for block in self._there - named:  # of checkpoints and shards as they were
             self.place.delete(object_of(block))
@@ -170,9 +182,6 @@ class RunSaver:
             raise problem
         owner = {"token": self.token, "run_id": self.run_id, "host": socket.gethostname()}
         self.place.write_small(OWNER, json.dumps(owner).encode())
-        self._claimed = True
-        if record.get("uri") == self.uri:
-            self._files = record["files"]
         state = _read(self.place, STATE) or {"files": {}}
         wanted = {block for file in state["files"].values() for block in file["blocks"]}
         self._there = set()
@@ -180,6 +189,18 @@ class RunSaver:
             block = name.rpartition("/")[2]
             # What a killed save had sent and no state names: its files have changed since, it would stay for ever.
             self._there.add(block) if block in wanted else self.place.delete(name)
+        known = record["files"] if record.get("uri") == self.uri else {}
+        # A record can be older than the state: the blocks of what that state left out are gone now.
+        self._files = {name: file for name, file in known.items() if self._there.issuperset(file["blocks"])}
+        self._claimed = True  # what broke off on the way here is done again
+
+    def _announce(self) -> None:
+        """Put this saver's token on the run directory's disk."""
+        if not self._tokens:
+            record = record_of(self.folder)
+            tokens = [*_tokens(record), self.token]
+            write_json_atomically(self.folder / RECORD, record | {"tokens": tokens})
+            self._tokens = tokens
 
     def _require_ownership(self) -> None:
         owner = _read(self.place, OWNER) or {}

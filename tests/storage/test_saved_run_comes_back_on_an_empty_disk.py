@@ -12,7 +12,7 @@ from publications import MIB, contents, killed_at
 
 from jobs.errors import Interrupted, MustFix
 from jobs.storage.restored_run import restore
-from jobs.storage.saved_run import NotOurs, RunSaver, place_beside
+from jobs.storage.saved_run import NotOurs, RunSaver, place_beside, record_of
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
 
 WIDTH = 64
@@ -166,6 +166,62 @@ def test_two_machines_never_continue_one_run(place, tmp_path):
     with pytest.raises(NotOurs, match="was continued on another machine"):
         saver(run, place).save()
     there.save()
+
+
+def die_once_the_state_stands(one):
+    """Save in a process that is killed after `state.json` has arrived and before this machine has noted it."""
+
+    def save(progress):
+        write_small = one.place.write_small
+
+        def written(name, data, **options):
+            write_small(name, data, **options)
+            if name == "state.json":
+                progress(1, 1)
+
+        one.place.write_small = written
+        one.save()
+
+    killed_at(1, save)
+
+
+@on_a_bucket_and_a_folder
+def test_a_machine_killed_before_it_noted_its_save_is_not_locked_out(place, tmp_path):
+    run = make_run(tmp_path / "run")
+    for number in range(3):  # in its first save, and in one that follows a death like that
+        one = saver(run, place)
+        die_once_the_state_stands(one)
+        assert json.loads(one.place.read_small("state.json"))["token"] == one.token and "uri" not in record_of(run), number
+    with pytest.raises(NotOurs, match="was continued on another machine"):
+        saver(make_run(tmp_path / "copy"), place).save()
+    restore(place[0], tmp_path / "there", place[1])
+    saver(run, place).save()
+    die_once_the_state_stands(saver(run, place))
+    saver(run, place).save()
+    with pytest.raises(NotOurs, match="was continued on another machine"):
+        saver(tmp_path / "there", place).save()
+
+
+@on_a_bucket_and_a_folder
+def test_a_run_that_was_saved_elsewhere_as_well_is_not_locked_out(place, tmp_path):
+    run = make_run(tmp_path / "run")
+    saver(run, place).save()
+    saver(run, (f"{place[0]}-whole", place[1])).save()
+    saver(run, place).save()
+
+
+@on_a_bucket_and_a_folder
+def test_a_record_older_than_the_state_names_no_block_that_is_gone(place, tmp_path):
+    """The newest checkpoint is removed again after a save that was not noted: the one before it has to be sent again."""
+    run = make_run(tmp_path / "run")
+    age(run)
+    saver(run, place).save()
+    checkpoint(run, 300, b"c")
+    die_once_the_state_stands(saver(run, place))
+    shutil.rmtree(run / "checkpoints/step-000300")
+    saver(run, place).save()
+    restore(place[0], tmp_path / "back", place[1])
+    assert (tmp_path / "back/checkpoints/step-000200/weights.safetensors").read_bytes() == b"b" * (6 * MIB)
 
 
 @on_a_bucket_and_a_folder
