@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs.settings import PushSettings
+from jobs.storage.saved_run import RunSaver
+
 CLONE = Path(__file__).parents[2]
 BIN = Path(sysconfig.get_path("scripts"))
 
@@ -114,6 +117,14 @@ def test_healthy_means_written_lately(tmp_path):
     os.utime(events, (time.time() - 3600, time.time() - 3600))
     assert run(healthy, HOME=str(tmp_path / "home")).returncode == 1
     assert run(healthy, HOME=str(tmp_path / "home"), EAGLE3_HEALTHY_MINUTES="90").returncode == 0
+
+    (events.parent / "run.json").write_text('{"run_id": "one", "job": "hero", "status": "running", "stages": {"generate.eval": {}, "generate.train": {}, "train": {}}}')
+    os.utime(events.parent / "run.json", (time.time() - 3600, time.time() - 3600))
+    RunSaver(events.parent, (tmp_path / "saved").as_uri(), PushSettings(), run_id="one").save()
+    assert (events.parent / ".saved.json").exists() and len(list((tmp_path / "saved").rglob("*"))) > 4
+    assert run(healthy, HOME=str(tmp_path / "home")).returncode == 1, "a backup goes on while the run hangs"
+    (events.parent / "push-state.json").write_text("{}")
+    assert run(healthy, HOME=str(tmp_path / "home")).returncode == 0
 
 
 def test_the_container_makes_its_folders_and_passes_the_exit_code_on(tmp_path):
