@@ -6,6 +6,7 @@ continues from the partial files.
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -91,6 +92,8 @@ def _explained(name: str, revision: str | None = None) -> Iterator[None]:
     except RepositoryNotFoundError as error:
         raise MustFix(f"{name} is not on the hub, or this token may not see it", where="HF_TOKEN", remedy="correct the name or the token") from error
     except (HfHubHTTPError, OSError) as error:
+        if isinstance(error, PermissionError) or error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+            raise MustFix(f"{name} cannot be written to the hub's cache ({error.strerror})", where=cache_folder(), remedy="make it writable and large enough, or name another folder in HF_HUB_CACHE") from error
         refusal = _refusal(name, _status(error))
         if refusal is not None:
             raise refusal from error
@@ -268,6 +271,13 @@ def _watch(context: Context, child: subprocess.Popen, total: int, stall_seconds:
             return ""
         time.sleep(0.2 if total < 1e9 else 5)
     return child.stdout.read() if child.stdout else ""
+
+
+def address() -> str:
+    """The hub's, as HF_ENDPOINT or the hub's client gives it."""
+    from huggingface_hub.constants import ENDPOINT
+
+    return ENDPOINT
 
 
 def cache_folder() -> str:

@@ -1,25 +1,31 @@
 """Preflight: everything that can fail, found in under two minutes and all at once, before an hour is paid for.
 
-Each check returns sentences, not the first exception: a person who mends one thing and starts
+Each check returns problems, not the first exception: a person who mends one thing and starts
 again should not meet the next one. It ends with exit code 78 and every problem in one list;
 `preflight.json` holds what was measured: GPUs, rates of disk and bucket, bytes to fetch.
 
-    gpus.py      what each GPU is, a kernel compiled and run on it, an all-reduce over them
-    machine.py   disk, memory limits, write permission, clock
-    access.py    hub, prompts, heads, tokenizer, bucket
+Where nothing but the network fails, there is nothing to mend: the failed checks are made once more, and then
+it is exit code 75, which a managed job starts again.
+
+    problem.py     what a check returns
+    gpus.py        what each GPU is, a kernel compiled and run on it, an all-reduce over them
+    machine.py     disk, memory limits, write permission, clock
+    access.py      hub, prompts, heads, tokenizer, bucket
+    described.py   the verifier before its download, so that the same is asked of it as of a local one
 """
 
+import contextlib
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jobs.backup import backup_uri, folder_of
-from jobs.errors import Interrupted, JobError, MustFix
+from jobs.errors import Interrupted, JobError, MustFix, TryAgain
 from jobs.reporting import plan as planning
 from jobs.reporting.machines import MACHINES, Machine
 from jobs.run import Context
@@ -28,6 +34,7 @@ from jobs.settings import Settings
 from jobs.stages import hub
 from jobs.stages.preflight import access, gpus, machine
 from jobs.stages.preflight.access import misfits
+from jobs.stages.preflight.problem import Problem, problem_of, sentence_of
 from jobs.storage.files import read_json, write_json_atomically
 from jobs.verifier.facts import weight_files
 
@@ -39,6 +46,7 @@ ALWAYS = True
 
 VLLM = "0.16.0"
 LIMIT_SECONDS = 115.0
+PAUSE_SECONDS = 10.0  # before a second look at what may have passed
 SLOWEST_LOAD = 3600.0  # seconds; an hour of eight GPUs for reading files is a wrong disk, not a slow one
 NVLINK = ("8 x B300", "8 x B200", "8 x H200")  # machines of the plan whose rates need it
 
@@ -53,23 +61,51 @@ def outputs(context: Context) -> list[Path]:
 
 def run(context: Context) -> dict[str, Any]:
     measured: dict[str, Any] = {}
-    found = _all_at_once(context, measured)
-    problems = [sentence for check in found.values() for sentence in check["problems"]]
-    report = {"versions": context.run.ledger["versions"], "checks": found, "measured": measured}
-    write_json_atomically(context.path / "preflight.json", report)
+    began = time.monotonic()
+    until = began + LIMIT_SECONDS
+    found = _all_at_once(context, measured, tuple(CHECKS), until)
+    passing, looked = _only_passing(found), time.monotonic()
+    if passing and looked + PAUSE_SECONDS + (looked - began) < until:  # it may take as long again
+        context.note(f"preflight: {'; '.join(map(sentence_of, _problems(found)))} Looking once more in {PAUSE_SECONDS:.0f} s")
+        _pause(context)
+        found |= _all_at_once(context, measured, passing, until)
+    problems = list(dict.fromkeys(map(sentence_of, _problems(found))))
+    told = {name: check | {"problems": [sentence_of(problem) for problem in check["problems"]]} for name, check in found.items()}
+    write_json_atomically(context.path / "preflight.json", {"versions": context.run.ledger["versions"], "checks": told, "measured": measured})
     if problems:
-        raise MustFix(
-            f"Preflight found {len(problems)} problem(s): {' | '.join(problems)}", where=str(context.path / "preflight.json"),
-            remedy="mend them and run the same command again", problems=problems,
-        )  # fmt: skip
+        where, text = str(context.path / "preflight.json"), " | ".join(problems)
+        if _only_passing(found):
+            raise TryAgain(f"Preflight met {len(problems)} fault(s) that may pass: {text}", where=where, remedy="run the same command again")
+        raise MustFix(f"Preflight found {len(problems)} problem(s): {text}", where=where, remedy="mend them and run the same command again", problems=problems)
     rates = {f"disk_{what}": rate for what, rate in measured.get("disk", {}).items()}
     if "load" in measured:
         rates["verifier_read"] = measured["load"]["read"]
     return {"checks": len(found), "bytes_per_second": rates}
 
 
-def _all_at_once(context: Context, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Every check in a thread of its own, because most of them wait; one that does not end is itself a problem."""
+def _problems(found: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+    return [problem for check in found.values() for problem in check["problems"]]
+
+
+def _only_passing(found: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """The checks that met faults which may pass, if nothing else is wrong; else none."""
+    if not all(isinstance(problem, TryAgain) for problem in _problems(found)):
+        return ()
+    return tuple(name for name, check in found.items() if check["problems"])
+
+
+def _pause(context: Context) -> None:
+    until = time.monotonic() + PAUSE_SECONDS
+    while time.monotonic() < until:
+        context.should_stop.raise_if_set()
+        time.sleep(0.05)
+
+
+def _all_at_once(context: Context, measured: dict[str, Any], names: Sequence[str], until: float) -> dict[str, dict[str, Any]]:
+    """Every check in a thread of its own, because most of them wait; one that does not end is itself a problem.
+
+    until: time.monotonic() at which they are given up.
+    """
     found: dict[str, dict[str, Any]] = {}
     began = time.monotonic()
 
@@ -79,24 +115,29 @@ def _all_at_once(context: Context, measured: dict[str, Any]) -> dict[str, dict[s
         except Interrupted:
             raise
         except JobError as error:
-            problems = [error.sentence()]
+            problems = [problem_of(error)]
         except Exception as error:
             problems = [f"the check {name} failed with {type(error).__name__}: {error}"]
         found[name] = {"seconds": round(time.monotonic() - began, 3), "problems": problems}
 
-    threads = {name: threading.Thread(target=look, args=(name,), daemon=True, name=f"preflight-{name}") for name in CHECKS if name not in IN_THE_MAIN_THREAD}
+    threads = {name: threading.Thread(target=look, args=(name,), daemon=True, name=f"preflight-{name}") for name in names if name not in IN_THE_MAIN_THREAD}
     for thread in threads.values():
         thread.start()
-    for name in IN_THE_MAIN_THREAD:
+    for name in filter(names.__contains__, IN_THE_MAIN_THREAD):
         with context.should_stop.breakable():  # imports of half a minute, and nothing to save
             look(name)
-    while any(thread.is_alive() for thread in threads.values()) and time.monotonic() - began < LIMIT_SECONDS:
+    while any(thread.is_alive() for thread in threads.values()) and time.monotonic() < until:
         context.should_stop.raise_if_set()
         time.sleep(0.05)
     context.should_stop.raise_if_set()
-    for name in CHECKS:
-        found.setdefault(name, {"seconds": LIMIT_SECONDS, "problems": [f"the check {name} did not end within {LIMIT_SECONDS:.0f} s: something it asks does not answer"]})
-    return {name: found[name] for name in CHECKS}
+    for name in names:
+        found.setdefault(name, {"seconds": round(time.monotonic() - began, 3), "problems": [_unended(name)]})
+    return {name: found[name] for name in names}
+
+
+def _unended(name: str) -> Problem:
+    sentence = f"the check {name} did not end within {LIMIT_SECONDS:.0f} s: something it asks does not answer"
+    return TryAgain(sentence, remedy="run the same command again") if name in OVER_THE_NETWORK else sentence
 
 
 def _versions(context: Context, measured: dict[str, Any]) -> Iterator[str]:
@@ -202,11 +243,11 @@ def _load_rate(context: Context, measured: dict[str, Any]) -> Iterator[str]:
     folder = access.verifier_here(context)
     if folder is not None:
         rate = machine.read_rate(weight_files(folder), threads)
+    elif (folder := _hub_cache()) is not None:
+        own = os.stat(folder).st_dev == os.stat(context.path).st_dev
+        rate = (measured["disk"] if own else machine.disk_rate(folder, None)[1]).get("read")
     else:
-        folder = cache = Path(hub.cache_folder())
-        cache.mkdir(parents=True, exist_ok=True)
-        own = os.stat(cache).st_dev == os.stat(context.path).st_dev
-        rate = (measured["disk"] if own else machine.disk_rate(cache, None)[1]).get("read")
+        return
     if not rate or not size:
         return
     measured["load"] = {"bytes": size, "read": rate, "seconds_at_best": size / rate}
@@ -215,23 +256,30 @@ def _load_rate(context: Context, measured: dict[str, Any]) -> Iterator[str]:
         yield f"{folder} is read at {rate / 1e6:.0f} MB/s, the verifier's {size / 1e9:.0f} GB would take {size / rate / 60:.0f} min at each start: put HF_HOME (or the checkpoint) on local NVMe"
 
 
+def _hub_cache() -> Path | None:
+    """The folder that the hub's files come into; None where it cannot be made, which `writable` says."""
+    folder = Path(hub.cache_folder())
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
 def _memory(context: Context, measured: dict[str, Any]) -> Iterator[str]:
     yield from machine.memory_limits(len(visible_gpus()))
 
 
-def _repositories(context: Context, measured: dict[str, Any]) -> Iterator[str]:
+def _repositories(context: Context, measured: dict[str, Any]) -> Iterator[Problem]:
     measured["bytes_to_fetch"] = to_fetch = {}
     yield from access.repositories(context, to_fetch)
-    if sum(to_fetch.values()):
-        cache = Path(hub.cache_folder())
-        cache.mkdir(parents=True, exist_ok=True)
+    cache = _hub_cache()
+    if cache is not None and sum(to_fetch.values()):
         one_disk = os.stat(cache).st_dev == os.stat(context.path).st_dev
         needed = sum(to_fetch.values()) + (max(expected_bytes(context.settings) - machine.bytes_under(context.path), 0) if one_disk else 0)
         yield from machine.disk(cache, needed, 0)
 
 
-# Each yields sentences and may put what it measured into the dictionary.
-CHECKS: dict[str, Callable[[Context, dict[str, Any]], Iterable[str]]] = {
+# Each yields problems and may put what it measured into the dictionary.
+CHECKS: dict[str, Callable[[Context, dict[str, Any]], Iterable[Problem]]] = {
     "versions": _versions,
     "shims": _shims,
     "gpus": _gpus,
@@ -247,3 +295,5 @@ CHECKS: dict[str, Callable[[Context, dict[str, Any]], Iterable[str]]] = {
 }
 # Imports of vLLM and of a tokenizer's own code patch and register things: one thread does that.
 IN_THE_MAIN_THREAD = ("versions", "shims", "fits")
+# Where an answer that does not come may come at the next start.
+OVER_THE_NETWORK = ("clock", "repositories", "endpoints", "destination")

@@ -12,6 +12,8 @@ from jobs.run import Context
 from jobs.settings import PromptSource, PromptsSettings, Settings
 from jobs.stages import hub, push, speculation, standard
 from jobs.stages import prompts as stages_prompts
+from jobs.stages.preflight.described import stand_in
+from jobs.stages.preflight.problem import Problem, problem_of
 from jobs.storage import bucket, saved_run
 from jobs.storage.responses import RESPONSES
 from jobs.verifier.facts import VerifierFacts, default_taps
@@ -20,7 +22,7 @@ from jobs.verifier.loading import refuse_missing_loader
 from jobs.verifier.tiny import CHECKPOINT
 
 
-def repositories(context: Context, found: dict[str, Any]) -> Iterator[str]:
+def repositories(context: Context, found: dict[str, Any]) -> Iterator[Problem]:
     """Every repository of the hub is there, readable with this token, its revision a commit; `found` gets its bytes."""
     settings = context.settings
     wanted = [("verifier.model", settings.verifier.model, settings.verifier.revision, "model")]
@@ -31,7 +33,7 @@ def repositories(context: Context, found: dict[str, Any]) -> Iterator[str]:
             try:
                 found[name] = hub.check(name, hub.require_commit(name, revision, key), kind)
             except TryAgain as error:
-                yield error.sentence()
+                yield error
                 return  # a hub that does not answer for one does not for the next: do not wait for each
             except JobError as error:
                 yield error.sentence()
@@ -93,34 +95,59 @@ def verifier_here(context: Context) -> Path | None:
     wanted = context.settings.verifier
     if not hub.is_hub_id(wanted.model):
         return checkpoint_folder(context.settings)
-    fetched = context.fetched()["verifier"] if (context.path / "fetched.json").exists() else {}
-    revision = wanted.revision or (fetched.get("revision") if fetched.get("model") == wanted.model else None)
+    revision = _revision(context)
     return hub.cached(wanted.model, revision) if revision else None
 
 
-def fits(context: Context) -> Iterator[str]:
-    """Memory, settings, tokenizer and existing heads against the verifier; from the hub their config.json is enough."""
+def _revision(context: Context) -> str | None:
+    """The verifier's commit, as set or as an earlier start of this run took it; None where the newest is still to be taken."""
+    wanted = context.settings.verifier
+    fetched = context.fetched()["verifier"] if (context.path / "fetched.json").exists() else {}
+    return wanted.revision or (fetched.get("revision") if fetched.get("model") == wanted.model else None)
+
+
+def fits(context: Context) -> Iterator[Problem]:
+    """Loader, memory, settings, tokenizer and existing heads against the verifier, which may still be on the hub."""
     settings = context.settings
-    folder = checkpoint_folder(settings)
-    if folder is not None:
-        try:
-            facts = VerifierFacts.read(folder)
-            refuse_too_large(folder, settings.verifier)
-            refuse_missing_loader(settings.verifier)
-        except JobError as error:
-            yield error.sentence()
-            return
-        yield from misfits(settings, facts)
-        yield from _tokenizer(folder, facts, settings.verifier.trust_remote_code)
-        shape, layers = (facts.hidden_size, facts.vocab_size), facts.layers
-    else:
-        config = _config(settings.verifier.model, settings.verifier.revision) or {}
-        text = config.get("text_config", config)
-        shape, layers = (text.get("hidden_size"), text.get("vocab_size")), text.get("num_hidden_layers", 0)
-    configs = {c.name: found for c in settings.heads.candidates if (found := _config(c.model, c.revision)) is not None}
-    for name, found in configs.items() if None not in shape else ():
-        yield from head_misfits(name, found, *shape)
-    yield from speculation.problems(context, configs, default_taps(layers))
+    try:
+        refuse_missing_loader(settings.verifier)
+    except JobError as error:
+        yield error.sentence()
+    facts, found = _against_the_verifier(context)
+    yield from found
+    configs = {c.name: config for c in settings.heads.candidates if (config := _config(c.model, c.revision)) is not None}
+    for name, config in configs.items() if facts else ():
+        yield from head_misfits(name, config, facts.hidden_size, facts.vocab_size)
+    yield from speculation.problems(context, configs, default_taps(facts.layers if facts else 0))
+
+
+def _against_the_verifier(context: Context) -> tuple[VerifierFacts | None, list[Problem]]:
+    """What the verifier says of itself, None where it cannot be had, and what of settings and machine does not go with it."""
+    model, here = context.settings.verifier.model, verifier_here(context)
+    if here is not None:
+        return _judged(here, context.settings)
+    if not hub.is_hub_id(model):
+        return None, []  # `repositories` says it
+    try:
+        with stand_in(context, _revision(context)) as folder:
+            facts, found = _judged(folder, context.settings)
+    except JobError as error:
+        return None, [problem_of(error)]
+    # The folder was made for the questions and is gone.
+    return facts, [sentence.replace(str(folder), f"{model}@{folder.name[:8]}") for sentence in found]
+
+
+def _judged(folder: Path, settings: Settings) -> tuple[VerifierFacts | None, list[str]]:
+    try:
+        facts = VerifierFacts.read(folder)
+    except JobError as error:
+        return None, [error.sentence()]
+    found = []
+    try:
+        refuse_too_large(folder, settings.verifier)
+    except JobError as error:
+        found.append(error.sentence())
+    return facts, [*found, *misfits(settings, facts), *_tokenizer(folder, facts, settings.verifier.trust_remote_code)]
 
 
 def _config(model: str, revision: str | None) -> dict[str, Any] | None:
@@ -174,13 +201,13 @@ def _tokenizer(folder: Path, facts: VerifierFacts, trust: bool) -> Iterator[str]
         yield f"the tokenizer in {folder} knows {len(tokenizer)} ids, the verifier {facts.vocab_size}: they are not of one model"
 
 
-def destination(context: Context, found: dict[str, Any]) -> Iterator[str]:
+def destination(context: Context, found: dict[str, Any]) -> Iterator[Problem]:
     """The bucket does everything a push asks of it, at what rate; and nobody else's run is saved where this one would be."""
     settings = context.settings.push
     try:
         found |= bucket.probe(push.destination(context), settings)
     except JobError as error:
-        yield error.sentence()
+        yield problem_of(error)
         return
     uri = backup_uri(context.settings, context.path)
     if uri is not None:
@@ -189,4 +216,4 @@ def destination(context: Context, found: dict[str, Any]) -> Iterator[str]:
         except JobError as error:
             problem = error
         if problem is not None:
-            yield problem.sentence()
+            yield problem_of(problem)

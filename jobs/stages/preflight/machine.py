@@ -15,6 +15,7 @@ from typing import Any
 
 from jobs.run import Context
 from jobs.settings import Settings
+from jobs.stages import hub
 from jobs.storage import read_ahead
 
 # What a run of any size needs beside its states: environment caches, checkpoints' temporary copies, reports.
@@ -106,7 +107,7 @@ def memory_limits(gpus: int, shm: Path = SHM) -> Iterator[str]:
 
 
 def writable(context: Context) -> Iterator[str]:
-    folders = {"run directory": context.path, "temporary folder": Path(tempfile.gettempdir()), "HOME": Path.home()}
+    folders = {"run directory": context.path, "temporary folder": Path(tempfile.gettempdir()), "HOME": Path.home(), "hub's cache (HF_HUB_CACHE)": Path(hub.cache_folder())}
     for name in ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
         if os.environ.get(name):
             folders[name] = Path(os.environ[name])
@@ -127,7 +128,7 @@ def clock_servers(settings: Settings) -> list[str]:
     if push.uri and push.uri.startswith("s3://"):
         return [push.endpoint_url or "https://s3.amazonaws.com"]
     if settings.verifier.model != "tiny" and "/" in settings.verifier.model and os.environ.get("HF_HUB_OFFLINE") != "1":
-        return [os.environ.get("HF_ENDPOINT", "https://huggingface.co")]
+        return [hub.address()]
     return []
 
 
