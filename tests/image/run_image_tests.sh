@@ -6,13 +6,21 @@
 #   IMAGE_TEST_DIR   where engine, base and images lie (default: a temporary folder, removed at the end)
 #
 # The engine is our own: own socket, own data, no bridge and no firewall rules, so nothing of the machine changes.
-# The last line is "N passed, N failed"; exit code 1 if anything failed, 78 where it cannot run.
+# The last line is "N passed, N failed". Exit codes: 1 if anything failed or the test set lacks a tool, 75 if packages could
+# not be installed or the mirror did not answer, and 78 where this machine cannot run an engine: only that is no failure.
 set -uo pipefail
 clone=$(cd "$(dirname "$(readlink -f "$0")")/../.." && pwd)
 passed=0 failed=0
+export PATH=$PATH:/usr/sbin:/sbin # where Debian puts dockerd and debootstrap
 
 say() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
-must_fix() { printf 'error: %s\n' "$*" >&2; exit 78; }
+cannot_run() { printf 'error: %s\n' "$*" >&2; exit 78; }
+broken() { printf 'error: %s\n' "$*" >&2; exit 1; }
+try_again() { printf 'error: %s\n' "$*" >&2; exit 75; }
+lacking() { # those of the names that are no command; `command -v` of several is content with one
+  local name
+  for name; do command -v "$name" >/dev/null || printf '%s ' "$name"; done
+}
 check() { # description, then a command
   local what=$1
   shift
@@ -28,13 +36,16 @@ equals() { [ "$1" = "$2" ] || { echo "        got '$1', wanted '$2'"; return 1; 
 fails() { ! "$@"; }
 contains() { grep -qF -- "$2" <<<"$1" || { echo "        '$2' is not in: $(tail -c 800 <<<"$1")"; return 1; }; }
 
-[ "$(id -u)" = 0 ] || must_fix "the image test starts a Docker engine, which needs root: run it as root, or the other tests alone."
-command -v apt-get >/dev/null || must_fix "the image test makes its base with debootstrap: run it on Debian."
-command -v docker-compose rclone >/dev/null || must_fix "docker-compose and rclone are not on PATH: start this with ./entrypoints/local test-image."
-if ! command -v dockerd debootstrap >/dev/null || [ ! -x /usr/bin/docker ]; then
+[ "$(id -u)" = 0 ] || cannot_run "the image test starts a Docker engine, which needs root: run it as root, or the other tests alone."
+[ -z "$(lacking apt-get)" ] || cannot_run "the image test makes its base with debootstrap: run it on Debian."
+tools=$(lacking docker-compose rclone)
+[ -z "$tools" ] || broken "not on PATH: ${tools% }; start this with ./entrypoints/local test-image."
+wanted() { lacking dockerd debootstrap /usr/bin/docker; }
+if [ -n "$(wanted)" ]; then
   say "installing docker.io and debootstrap"
-  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends docker.io debootstrap; } >/dev/null 2>&1 ||
-    must_fix "docker.io and debootstrap could not be installed: install them and run this again."
+  installed=$({ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends docker.io debootstrap; } 2>&1) ||
+    try_again "docker.io and debootstrap could not be installed: $(tail -n 1 <<<"$installed")"
+  [ -z "$(wanted)" ] || broken "docker.io and debootstrap are installed and bring no $(wanted)on PATH."
 fi
 
 work=${IMAGE_TEST_DIR:-$(mktemp -d "${TMPDIR:-/tmp}/eagle3-image.XXXXXX")}
@@ -55,7 +66,7 @@ clean_up() {
 trap clean_up EXIT
 trap 'exit 75' INT TERM
 for _ in $(seq 120); do $docker info >/dev/null 2>&1 && break; sleep 0.5; done
-$docker info >/dev/null 2>&1 || must_fix "the Docker engine did not start: $(tail -n 1 "$work/dockerd.log")"
+$docker info >/dev/null 2>&1 || cannot_run "the Docker engine did not start: $(tail -n 1 "$work/dockerd.log")"
 say "Docker engine $($docker version --format '{{.Server.Version}}') is up"
 
 # The base. All that this machine needs to reach its package mirrors (certificates) goes in here, so that the Dockerfile
@@ -65,7 +76,7 @@ if [ ! -s "$base" ]; then
   mirror=$(awk '/^URIs:/ { print $2; exit }' /etc/apt/sources.list.d/*.sources 2>/dev/null)
   mirror=${mirror:-$(awk '$1 == "deb" { print $2; exit }' /etc/apt/sources.list)}
   debootstrap --variant=minbase bookworm "$work/rootfs" "$mirror" >"$work/debootstrap.log" 2>&1 ||
-    must_fix "debootstrap failed: $(tail -n 1 "$work/debootstrap.log")"
+    try_again "debootstrap failed: $(tail -n 1 "$work/debootstrap.log")"
   mkdir -p "$work/rootfs/usr/local/share/ca-certificates" "$work/rootfs/etc/ssl/certs"
   cp /usr/local/share/ca-certificates/*.crt "$work/rootfs/usr/local/share/ca-certificates/" 2>/dev/null
   cp /etc/ssl/certs/ca-certificates.crt "$work/rootfs/etc/ssl/certs/" 2>/dev/null
