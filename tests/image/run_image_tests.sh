@@ -131,6 +131,8 @@ mkdir -p "$work/root-owned"
 refusal=$($docker run --rm --network none -v "$work/root-owned:/data" eagle3-job:cpu smoke 2>&1; echo "rc=$?")
 check "a folder of root's mounted as /data is refused with 78" contains "$refusal" "rc=78"
 check "in one sentence that names user and folder" contains "$refusal" "user 10001 cannot write /data/home"
+refusal=$($docker run --rm --network none -v "$work/root-owned:/data:ro" eagle3-job:cpu smoke 2>&1; echo "rc=$?")
+check "a folder that is mounted read-only is told from one of another user" contains "$refusal" "is mounted read-only): mount it without :ro"
 unhealthy=$($docker run --rm --network none --entrypoint /opt/eagle3-job/entrypoints/healthy eagle3-job:cpu; echo "rc=$?")
 check "where nothing was written it is not healthy" contains "$unhealthy" "rc=1"
 
