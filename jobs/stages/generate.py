@@ -17,15 +17,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from jobs.errors import JobError, MustFix
 from jobs.run import Context
 from jobs.stages import initial, speculation
-from jobs.stages.budget import Budget
+from jobs.stages.budget import Budget, Undecided
 from jobs.stages.conversations import Conversation, read_conversations, seeded
 from jobs.stages.existing import existing_responses, refuse_other_verifier
+from jobs.stages.lost import Lost, by_reason, refuse_too_many
 from jobs.stages.scheduling import BATCHES, Expectation, longest_first
 from jobs.storage.responses import RESPONSES, Response, ResponseLog, scan_responses
 from jobs.storage.states import StateLayout
@@ -150,7 +152,7 @@ class Work:
     layout: StateLayout
     log: ResponseLog
     share: float = 1.0  # of the split, from the front of its order
-    dropped: Counter = field(default_factory=Counter)
+    lost: list[Lost] = field(default_factory=list)
     expected: int = 0  # samples if none is dropped
     committed_tokens: int = 0  # of this call, for the rate
     waits: tuple[float, float] = (0.0, 0.0)  # seconds of it, see `VerifierEngine.waits`
@@ -181,18 +183,18 @@ class Work:
     def on_finished(self, finished: Finished) -> Iterable[Request]:
         raise NotImplementedError
 
-    def drop(self, reason: str, samples: int, detail: str) -> None:
-        """Count samples that will not be there; more than the settings allow end the run."""
-        self.dropped[reason] += samples
-        self.context.run.event("sample dropped", split=self.split, reason=reason, samples=samples, detail=detail)
-        share = self.context.settings.generate.max_dropped_share
-        if self.dropped.total() > share * self.expected:
-            raise MustFix(
-                f"{self.dropped.total()} of {self.expected} samples of the {self.split} split were dropped ({dict(self.dropped)}), "
-                f"the last one because: {detail.rstrip('.')}",
-                where=f"generate.max_dropped_share = {share}",
-                remedy="mend the cause, or allow more; finished answers are kept",
-            )
+    def drop(self, lost: Lost) -> None:
+        """Note samples that will not be there; more than the settings allow end the run."""
+        self.lost.append(lost)
+        self.context.run.event("sample dropped", split=self.split, reason=lost.reason, samples=lost.samples, detail=lost.detail)
+        self.refuse_too_many(*self.used())
+
+    def used(self) -> tuple[int, list[Lost]]:
+        """(samples asked for, those lost) of what the run will use, as far as that is known."""
+        return self.expected, self.lost
+
+    def refuse_too_many(self, used: int, lost: list[Lost]) -> None:
+        refuse_too_many(lost, used, self.context.settings.generate.max_dropped_share, self.split)
 
     def counts(self, seconds: float) -> dict[str, Any]:
         """For the ledger. Every turn asked for is a response or was dropped for a reason, or this is a bug."""
@@ -208,9 +210,10 @@ class Work:
                 f"The {self.split} split has no response", where=str(self.log.path),
                 remedy="give more prompts, or a larger verifier.max_model_len",
             )  # fmt: skip
-        if self.share == 1.0 and self.expected != responses + self.dropped.total():
+        dropped = by_reason(self.lost)
+        if self.share == 1.0 and self.expected != responses + dropped.total():
             raise JobError(
-                f"{self.expected} turns of the {self.split} split were asked for, but {responses} are answered and {self.dropped.total()} dropped",
+                f"{self.expected} turns of the {self.split} split were asked for, but {responses} are answered and {dropped.total()} dropped",
                 where=str(self.log.path),
             )  # fmt: skip
         waited, disk = (wait / max(seconds, 1e-9) for wait in self.waits)
@@ -220,7 +223,7 @@ class Work:
         return {
             "asked": self.expected, "ended": dict(ended),
             "turns": responses, "tokens": tokens, "response_tokens": answered, "rows": tokens - responses,
-            "dropped": dict(self.dropped), "tokens_per_second": round(self.committed_tokens / max(seconds, 1e-9), 1),
+            "dropped": dict(dropped), "tokens_per_second": round(self.committed_tokens / max(seconds, 1e-9), 1),
             "capture_wait": round(waited, 4), "disk_wait": round(disk, 4),
             **({"speculation": live} if (live := speculation.live(self.context, self.split)) else {}),
         }  # fmt: skip
@@ -235,7 +238,7 @@ class Work:
                 shown = time.monotonic()
                 if self.counted is not None:
                     self.counted.keep(len(self.log) - self.earlier, now_and_then=True)
-                self.context.progress(len(self.log), self.expected, "answers", tokens=self.engine.tokens - start)
+                self.context.progress(len(self.log), self.used()[0], "answers", tokens=self.engine.tokens - start)
             return self.context.should_stop()
 
         return should_stop
@@ -245,33 +248,31 @@ class Work:
 class Answering(Work):
     """Conversations of `prompts.jsonl`, in seeded order, answered turn by turn."""
 
-    held: list[tuple[Conversation, Response]] = field(default_factory=list)  # finished, not yet certain to belong
-    active: dict[str, Conversation] = field(default_factory=dict)  # admitted and not finished, in order
-
     def __post_init__(self) -> None:
         settings = self.context.settings
         conversations = read_conversations(self.context.path / "prompts.jsonl", self.split, settings.job.seed)
         self.conversations = conversations[: math.ceil(self.share * len(conversations))]
-        self.expected = sum(len(c.turns) for c in self.conversations)
-        limit = settings.generate.train_token_budget if self.split == "train" else None
-        self.budget = Budget(self.conversations, limit, settings.verifier.max_model_len)
         earlier: dict[str, list[Response]] = {}
         for response in self.log:
             earlier.setdefault(response.id.rpartition("#")[0], []).append(response)
         for conversation in self.conversations:
             for response in sorted(earlier.get(conversation.id, []), key=lambda r: int(r.id.rpartition("#")[2])):
                 conversation.answered(response, self.chat)
+        self.turns_before = list(accumulate((len(c.turns) for c in self.conversations), initial=0))  # [k]: of the first k
+        self.expected = self.turns_before[-1]
+        self.expectation = self._expectation()
+        limit, longest = settings.generate.train_token_budget if self.split == "train" else None, settings.verifier.max_model_len
+        self.budget = Budget(self.conversations, limit, longest, settings.generate.max_new_tokens, self.expectation.tokens_with_prompts)
+        self.undecided = Undecided(self.budget)
 
     def requests(self) -> Iterator[Request]:
         block = None if self.budget.limit is None else BATCHES * self.context.settings.verifier.max_num_seqs
-        for conversation in longest_first(self.conversations, self.expectation(), block):
-            if not self.budget.may_belong(conversation):
-                continue
-            if request := self.next_turn(conversation):
-                self.active[conversation.id] = conversation
+        for conversation in longest_first(self.conversations, self.expectation, block):
+            if conversation.order < self.budget.possible and (request := self.next_turn(conversation)):
+                self.undecided.begin(conversation)
                 yield request
 
-    def expectation(self) -> Expectation:
+    def _expectation(self) -> Expectation:
         """From the eval split's answers, which are there before the train split's are begun."""
         answered = self.context.states("eval") / RESPONSES
         earlier = [response for _, _, response in scan_responses(answered)] if self.split == "train" and answered.exists() else []
@@ -293,6 +294,7 @@ class Answering(Work):
         if room < 1:
             return self.give_up(conversation, "prompt_too_long", f"{sample} has {len(prompt)} prompt tokens, verifier.max_model_len is {longest}")
         conversation.running_tokens = len(prompt)
+        self.budget.changed(conversation)
         sampling = settings.generate.thinking if conversation.thinking else settings.generate.instant
         return Request(
             id=sample, prompt_token_ids=prompt, max_tokens=min(settings.generate.max_new_tokens, room),
@@ -303,7 +305,14 @@ class Answering(Work):
     def give_up(self, conversation: Conversation, reason: str, detail: str) -> None:
         """Drop the open turns of a conversation."""
         conversation.finished, conversation.given_up = True, reason
-        self.drop(reason, len(conversation.turns) - len(conversation.answers), detail)
+        self.budget.changed(conversation)
+        self.drop(Lost(reason, len(conversation.turns) - len(conversation.answers), detail, conversation.order))
+
+    def used(self) -> tuple[int, list[Lost]]:
+        return self._of_first(self.budget.likely)
+
+    def _of_first(self, conversations: int) -> tuple[int, list[Lost]]:
+        return self.turns_before[conversations], [lost for lost in self.lost if lost.order < conversations]
 
     def on_finished(self, finished: Finished) -> Iterable[Request]:
         request, conversation = finished.request, finished.request.note
@@ -318,41 +327,29 @@ class Answering(Work):
                 sampling={"temperature": request.temperature, "top_p": request.top_p, "seed": request.seed, "max_tokens": request.max_tokens},
             )  # fmt: skip
             conversation.answered(response, self.chat)
-            self.held.append((conversation, response))
+            self.budget.changed(conversation)
+            self.undecided.hold(conversation, response)
             self._commit_what_is_certain()
-            if self.budget.may_belong(conversation) and (following := self.next_turn(conversation)):
+            if conversation.order < self.budget.possible and (following := self.next_turn(conversation)):
                 follow_ups.append(following)
         if not follow_ups:
-            self.active.pop(conversation.id, None)
-            self._commit_what_is_certain()  # what is finished has told its last token
+            self.undecided.end(conversation)
+        self._commit_what_is_certain()  # what is finished has told its last token, and a prompt the room for its answer
         return follow_ups
 
     def _commit_what_is_certain(self) -> None:
-        waiting, outside = [], []
-        for conversation, response in self.held:
-            if self.budget.surely_belongs(conversation):
-                self.log.append(response)
-                self.committed_tokens += len(response.response_token_ids)
-            elif self.budget.may_belong(conversation):
-                waiting.append((conversation, response))
-            else:
-                outside.append(response.id)
-        self.held = waiting
-        # What is outside stays outside, and so does what comes after it: only the last ones have to be looked at.
-        while self.active and not self.budget.may_belong(last := max(self.active.values(), key=lambda c: c.order)):
-            outside.append(f"{last.id}#{len(last.answers)}")
-            del self.active[last.id]
+        belong, outside = self.undecided.decide()
+        for response in belong:
+            self.log.append(response)
+            self.committed_tokens += len(response.response_token_ids)
         if outside:
             self.engine.discard(outside)
 
     def counts(self, seconds: float) -> dict[str, Any]:
-        used = [c for c in self.conversations if self.budget.may_belong(c)]
-        dropped = Counter[str]()
-        for conversation in used:
-            if conversation.given_up:
-                dropped[conversation.given_up] += len(conversation.turns) - len(conversation.answers)
-        self.expected, self.dropped = sum(len(c.turns) for c in used), dropped
-        return {"prompts": len(used), "beyond_budget": len(self.conversations) - len(used), **super().counts(seconds)}
+        prompts = self.budget.possible
+        self.expected, self.lost = self._of_first(prompts)
+        self.refuse_too_many(self.expected, self.lost)  # until here the end of the budget was an estimate
+        return {"prompts": prompts, "beyond_budget": len(self.conversations) - prompts, **super().counts(seconds)}
 
 
 @dataclass
@@ -370,7 +367,7 @@ class Existing(Work):
             if response.id in done:
                 continue
             if not 2 <= response.tokens <= longest:
-                self.drop("length", 1, f"{response.id} has {response.tokens} tokens, 2 to {longest} can be fed")
+                self.drop(Lost("length", 1, f"{response.id} has {response.tokens} tokens, 2 to {longest} can be fed"))
                 continue
             yield Request(
                 id=response.id, prompt_token_ids=list(response.prompt_token_ids),
@@ -379,7 +376,7 @@ class Existing(Work):
 
     def on_finished(self, finished: Finished) -> Iterable[Request]:
         if finished.dropped:
-            self.drop("states_incomplete", 1, finished.dropped)
+            self.drop(Lost("states_incomplete", 1, finished.dropped))
         else:
             self.log.append(finished.request.note)
             self.committed_tokens += finished.tokens

@@ -21,21 +21,28 @@ BATCHES = 4
 
 
 class Expectation:
-    """Expected tokens of an answer, from the lengths of earlier `responses` of the same verifier."""
+    """Expected tokens of open turns, from the lengths of earlier `responses` of the same verifier."""
 
     def __init__(self, responses: Iterable[Response], max_new_tokens: int):
         self._most = max_new_tokens
-        lengths: dict[tuple[str | None, bool], list[int]] = {}
+        lengths: dict[tuple[str | None, bool], list[tuple[int, int]]] = {}
         for response in responses:
             for key in ((response.source, response.thinking), (None, response.thinking)):
-                lengths.setdefault(key, []).append(len(response.response_token_ids))
-        self._means = {key: fmean(values) for key, values in lengths.items()}
+                lengths.setdefault(key, []).append((len(response.response_token_ids), response.tokens))
+        self._means = {key: tuple(map(fmean, zip(*values, strict=True))) for key, values in lengths.items()}  # (answer, with its prompt)
 
     def tokens(self, conversation: Conversation) -> float:
-        """Of all turns of a conversation that are still open."""
-        guess = GUESS[conversation.thinking] * self._most
-        mean = self._means.get((conversation.source, conversation.thinking), self._means.get((None, conversation.thinking), guess))
-        return mean * (len(conversation.turns) - len(conversation.answers))
+        """Of the answers to all turns of a conversation that are still open."""
+        answer, _ = self._mean(conversation) or (GUESS[conversation.thinking] * self._most, 0.0)
+        return answer * (len(conversation.turns) - len(conversation.answers))
+
+    def tokens_with_prompts(self, conversation: Conversation) -> float:
+        """Of all its open turns, prompts and answers; 0 where nothing was answered yet, for a guess is no measure of a budget."""
+        _, turn = self._mean(conversation) or (0.0, 0.0)
+        return turn * (len(conversation.turns) - len(conversation.answers))
+
+    def _mean(self, conversation: Conversation) -> tuple[float, float] | None:
+        return self._means.get((conversation.source, conversation.thinking), self._means.get((None, conversation.thinking)))
 
 
 def longest_first(conversations: list[Conversation], expectation: Expectation, block: int | None) -> Iterator[Conversation]:
