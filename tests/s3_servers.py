@@ -1,7 +1,7 @@
 """Two real S3 servers as subprocesses on loopback ports, for the tests of any folder.
 
 Their quirks stand for those of real endpoints: moto honours `If-None-Match` and does not check
-credentials or Content-MD5; rclone ignores `If-None-Match`, checks credentials and Content-MD5, and
+Content-MD5, nor credentials before `key_that_may`; rclone ignores `If-None-Match`, checks credentials and Content-MD5, and
 gives multipart objects no `-N` ETag. What must hold, must hold on both.
 
     with rclone_server(tmp_path) as server:
@@ -11,6 +11,7 @@ gives multipart objects no `-N` ETag. What must hold, must hold on both.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -62,6 +63,18 @@ class S3Server:
 
     def make_bucket(self, name: str) -> None:
         self.client().create_bucket(Bucket=name)
+
+    def key_that_may(self, *actions: str) -> dict[str, str]:
+        """Credentials, for a process's environment, that may do these s3 actions everywhere and nothing else; moto asks for them from now on."""
+        iam = boto3.client("iam", endpoint_url=self.endpoint_url, aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY, region_name="us-east-1", config=Config(proxies={}))
+        iam.create_user(UserName="limited")
+        policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": [f"s3:{action}" for action in actions], "Resource": "*"}]}
+        if actions:
+            iam.put_user_policy(UserName="limited", PolicyName="limited", PolicyDocument=json.dumps(policy))
+        key = iam.create_access_key(UserName="limited")["AccessKey"]
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        opener.open(urllib.request.Request(f"{self.endpoint_url}/moto-api/reset-auth", data=b"0", headers={"Content-Type": "text/plain"}), timeout=10).close()
+        return self.environment | {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}
 
     def keys(self, bucket: str) -> set[str]:
         return {item["Key"] for item in self.client().list_objects_v2(Bucket=bucket).get("Contents", [])}

@@ -239,6 +239,22 @@ def test_a_bucket_that_may_be_read_only(tmp_path, monkeypatch):
     assert "s3://heads/x" in sentence_of(problem)
 
 
+@pytest.mark.parametrize("allowed", [(), ("ListBucket", "GetObject")])
+def test_a_key_without_permission(tmp_path, monkeypatch, allowed):
+    """moto enforces IAM's policies: nothing is allowed, or reading alone."""
+    with s3_servers.moto_server() as server:
+        server.make_bucket("heads")
+        for name, value in server.key_that_may(*allowed).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(preflight, "CHECKS", {"destination": preflight.CHECKS["destination"]})
+        made = context(tmp_path, "push.uri=s3://heads/x", f"push.endpoint_url={server.endpoint_url}", "push.path_style=true")
+        with pytest.raises(MustFix) as error:
+            preflight.run(made)
+    (sentence,) = error.value.problems
+    assert error.value.exit_code == 78
+    assert "The credentials have no permission: AccessDenied (s3://heads/x): the key needs s3:ListBucket, GetObject, PutObject" in sentence
+
+
 def test_a_wrong_key(tmp_path, monkeypatch):
     (tmp_path / "store" / "heads").mkdir(parents=True)
     with s3_servers.rclone_server(tmp_path / "store") as server:
