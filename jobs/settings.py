@@ -54,6 +54,7 @@ class VerifierSettings(Section):
     load: Literal["lazy", "eager", "threads", "fastsafetensors", "runai_streamer"] = Field("lazy", description="How vLLM loads the weights: `lazy` maps the files, `eager` reads each whole first (network disks), `threads` maps load_threads files at once; the last two need a package of that name")
     load_threads: int = Field(8, ge=1, description="Ranges of the checkpoint read at once, ahead of the load and to measure the disk; also vLLM's threads where load asks for them")
     read_ahead: bool = Field(True, description="Read the checkpoint into the page cache from fetch on, as far as memory has room, until the engine is up")
+    start_minutes: float = Field(90, gt=0, description="A start of the engine that is not done after so long hangs: stop with exit code 75. 540 GB at 400 MB/s take 22 minutes, compiling some more")
     stall_seconds: int = Field(600, ge=1, description="No new token for so long means a hung engine: stop with exit code 75")
 
 

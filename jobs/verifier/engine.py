@@ -23,7 +23,6 @@ from jobs.errors import Interrupted, JobError, MustFix, TryAgain
 from jobs.settings import StatesSettings, VerifierSettings
 from jobs.storage.states import StateLayout
 from jobs.verifier.capture import LAST_TOKEN_KEY, SAMPLE_KEY, rebuild
-from jobs.verifier.cores import OneCore, Replicas
 from jobs.verifier.drafter import Drafter, counters
 from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.fit import refuse_too_large
@@ -32,6 +31,8 @@ from jobs.verifier.parallel import parallel
 from jobs.verifier.repetition import loops_now
 from jobs.verifier.requests import Finished, Request
 from jobs.verifier.seeded_sampler import SEED_KEY
+from jobs.verifier.start_failures import Raised
+from jobs.verifier.starting import start
 from jobs.verifier.watchdog import Watchdog
 
 __all__ = ["Finished", "Request", "VerifierEngine", "VerifierFacts"]
@@ -52,7 +53,7 @@ class VerifierEngine:
 
     seed: for what is not seeded by a request. drafter: who drafts, None for plain decoding. engine_arguments: further arguments of `vllm.LLM`
     (the tests force preemption with `num_gpu_blocks_override`). Raises MustFix for what cannot be
-    loaded on this machine, TryAgain for an engine that did not start otherwise.
+    loaded on this machine, TryAgain for an engine that did not start otherwise or in `verifier.start_minutes`.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class VerifierEngine:
                 where="verifier.dtype", remedy="use bfloat16",
             )  # fmt: skip
         refuse_too_large(self.model, settings, drafter)
-        self._core = _start(arguments, self.model)
+        self._core = start(arguments, self.model, settings.start_minutes)
         self._llm = self._core.llm
         try:
             self._rpc("draw_by_seed")
@@ -293,7 +294,7 @@ class VerifierEngine:
             if should_stop():  # Ctrl-C reaches the workers too, and they are gone first
                 raise Interrupted("Stopped while the verifier was answering", remedy="run the same command again to continue") from error
             raise TryAgain(
-                f"The verifier engine failed: {type(error).__name__}: {str(error) or 'no message'}", where=str(self.model),
+                f"The verifier engine failed: {type(error).__name__}: {Raised.of(error).words()}", where=str(self.model),
                 remedy="run the same command again, finished answers are kept",
             ) from error  # fmt: skip
 
@@ -374,23 +375,3 @@ def _arguments(model: Path, settings: VerifierSettings, facts: VerifierFacts, se
         # Text only; else start-up profiling feeds the vision tower 3000 x 3000 images.
         arguments["limit_mm_per_prompt"] = {"vision_chunk": 0}
     return arguments
-
-
-def _start(arguments: dict[str, Any], model: Path) -> OneCore | Replicas:
-    import torch
-
-    try:
-        return Replicas(arguments) if "data_parallel_size" in arguments else OneCore(arguments)
-    except JobError:
-        raise
-    except torch.OutOfMemoryError as error:
-        raise MustFix(
-            f"The verifier does not fit: {str(error).splitlines()[0]}", where=str(model),
-            remedy="use more GPUs (verifier.tensor_parallel_size) or a smaller verifier.max_model_len",
-        ) from error  # fmt: skip
-    except (ValueError, NotImplementedError, AssertionError) as error:
-        raise MustFix(f"vLLM refuses the verifier: {error}", where=str(model), remedy="correct the settings under [verifier]") from error
-    except Exception as error:
-        raise TryAgain(
-            f"The verifier engine did not start: {type(error).__name__}: {error}", where=str(model), remedy="run the same command again"
-        ) from error  # fmt: skip

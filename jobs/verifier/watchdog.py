@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.errors import EXIT_TRY_AGAIN, TryAgain
+from jobs.verifier.orphans import Started
 
 # A hung C call ignores signals: after this many more seconds the process ends itself.
 HARD_EXIT_AFTER = 60
@@ -22,11 +23,16 @@ class Watchdog:
     `look` notes progress from the loop. If none came in time, a thread interrupts the main thread
     by a signal whose handler raises TryAgain; where even that is not delivered (a hung C call) the
     process ends with exit code 75 after HARD_EXIT_AFTER more seconds: what is committed is safe.
+
+    error: what is raised instead. started: processes that no worker ends with this one yet; they are ended before such an exit.
     """
 
     seconds: float
     count: Callable[[], int]
     hard_exit_after: float = HARD_EXIT_AFTER
+    error: TryAgain | None = None
+    started: Started | None = None
+    struck: bool = False  # it has interrupted the main thread
     _last: int = -1
     _moved: float = 0.0
     _end: threading.Event = field(default_factory=threading.Event)
@@ -51,14 +57,22 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._end.wait(min(1.0, self.seconds / 4)):
+            if self.started:
+                self.started.look()
             if time.monotonic() - self._moved > self.seconds:
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-                if not self._end.wait(self.hard_exit_after):
-                    print(self._error().sentence(), file=sys.stderr, flush=True)
-                    os._exit(EXIT_TRY_AGAIN)
+                self._strike()
+
+    def _strike(self) -> None:
+        self.struck = True
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+        if not self._end.wait(self.hard_exit_after):
+            if self.started:
+                self.started.end()
+            print(self._error().sentence(), file=sys.stderr, flush=True)
+            os._exit(EXIT_TRY_AGAIN)
 
     def _error(self) -> TryAgain:
-        return TryAgain(
+        return self.error or TryAgain(
             f"The verifier engine gave no token for {self.seconds:g} s", where="verifier.stall_seconds",
             remedy="run the same command again, finished answers are kept",
         )  # fmt: skip

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from jobs.errors import TryAgain
@@ -39,3 +40,37 @@ with Watchdog(1, lambda: 0, hard_exit_after=1):
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
     assert ended.returncode == 75
     assert "no token for 1 s" in ended.stderr
+
+
+def test_such_an_end_leaves_no_process_of_a_start_behind():
+    """A core that hangs, one that has died, and the worker it left: no signal but SIGKILL ends them."""
+    code = """
+import ctypes, multiprocessing, os, signal, time
+from jobs.errors import TryAgain
+from jobs.verifier.orphans import Started
+from jobs.verifier.watchdog import Watchdog
+
+def hang():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+def leave_a_worker():
+    if os.fork():
+        time.sleep(2)
+        os._exit(1)
+    hang()
+
+started, fork = Started(), multiprocessing.get_context("fork")
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with Watchdog(4, lambda: 0, hard_exit_after=1, error=TryAgain("It was not up after 4 s"), started=started):
+    for target in (hang, leave_a_worker):
+        fork.Process(target=target).start()
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)  # returns when nobody has its pipes any more
+    assert ended.returncode == 75 and "not up after 4 s" in ended.stderr
+    hanging = [int(line) for line in ended.stdout.split()]
+    assert len(hanging) == 2
+    assert [pid for pid in hanging if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE] == []
