@@ -52,7 +52,7 @@ def test_a_network_that_fails_is_75(tmp_path, served, network, where):
     """A managed job stops for good on 78."""
     made = context(tmp_path, *(UNREACHABLE if where == "bucket" else ON_THE_HUB))
     served.status = 503
-    with pytest.raises(TryAgain, match="may pass.*does not answer.*run the same command again") as error:
+    with pytest.raises(TryAgain, match="may pass.*does not answer.*start it again") as error:
         preflight.run(made)
     assert error.value.exit_code == 75 and set(problems_of(made)) == ({"destination"} if where == "bucket" else {"repositories", "fits"})
     assert "1 fault(s)" in str(error.value), "told once, whoever meets it"
@@ -174,6 +174,14 @@ def test_terabytes_are_asked_for_by_their_size(tmp_path, served, monkeypatch):
     (sentence,) = looked(context(tmp_path, *ON_THE_HUB), "fits")
     assert "The verifier does not fit: 5400" in sentence and "made/up@01234567, 5400.0 GB of weights" in sentence
     assert weights_read(served) == []
+
+
+def test_replicas_share_the_experts_whose_bytes_the_headers_say(tmp_path, served):
+    (tmp_path / "repository" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensor_names(CHECKPOINT), "model.safetensors")}))
+    asked = ("verifier.parallel=dp", "verifier.tensor_parallel_size=2", "verifier.max_model_len=1000000000")
+    local = looked(context(tmp_path / "local", *asked), "fits")
+    assert [s.replace("made/up@01234567", str(CHECKPOINT)) for s in looked(context(tmp_path, *ON_THE_HUB, *asked), "fits")] == local
+    assert "does not fit" in local[0] and weights_read(served) == [128 << 10]
 
 
 def test_a_hub_that_hangs_while_it_describes_is_a_passing_fault(tmp_path, served, monkeypatch):

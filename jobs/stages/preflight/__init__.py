@@ -75,7 +75,7 @@ def run(context: Context) -> dict[str, Any]:
     if problems:
         where, text = str(context.path / "preflight.json"), " | ".join(problems)
         if _only_passing(found):
-            raise TryAgain(f"Preflight met {len(problems)} fault(s) that may pass: {text}", where=where, remedy="run the same command again")
+            raise TryAgain(f"Preflight met {len(problems)} fault(s) that may pass: {text}", where=where, remedy="nothing here is to be mended, start it again")
         raise MustFix(f"Preflight found {len(problems)} problem(s): {text}", where=where, remedy="mend them and run the same command again", problems=problems)
     rates = {f"disk_{what}": rate for what, rate in measured.get("disk", {}).items()}
     if "load" in measured:
