@@ -1,5 +1,7 @@
 """The order in which conversations are begun: longest expected first, from the lengths the eval split had."""
 
+import pytest
+
 from jobs.stages.conversations import Conversation
 from jobs.stages.scheduling import Expectation, longest_first
 from jobs.storage.responses import Response
@@ -35,3 +37,10 @@ def test_under_a_budget_only_blocks_are_ordered():
     given = [conversation(i, thinking=i % 2 == 1) for i in range(6)]
     assert order_of(given, Expectation([], 1000), block=4) == [1, 3, 0, 2, 5, 4]
     assert order_of([], Expectation([], 1000)) == []
+
+
+def test_what_a_turn_takes_of_a_budget_is_its_prompt_too_and_never_a_guess():
+    expectation = Expectation([answer("a", False, 100), answer("a", False, 200), answer("b", False, 400)], 4000)
+    assert expectation.tokens_with_prompts(conversation(0)) == 151
+    assert expectation.tokens_with_prompts(conversation(0, source="new", turns=3)) == pytest.approx(3 * (700 / 3 + 1))
+    assert expectation.tokens_with_prompts(conversation(0, thinking=True)) == 0
