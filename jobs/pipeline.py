@@ -25,6 +25,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix
 from jobs.run import ON_REQUEST, PAID_STAGES, STAGES, Context, identify, is_asked_for, now
 from jobs.stages import baseline, evaluate, fetch, generate, live, package, preflight, prompts, push, scaling, train, vocab
@@ -155,7 +157,8 @@ def what_changed(context: Context, stage: Any) -> list[str]:
     if "settings" not in record:
         return []
     current, earlier = declared_settings(context, stage), record["settings"]
-    changes = [f"{key} was {earlier.get(key)!r}, is {current.get(key)!r}" for key in sorted(current.keys() | earlier.keys()) if current.get(key) != earlier.get(key)]
+    deciding = sorted((current.keys() | earlier.keys()) - getattr(stage, "FREE_SETTINGS", frozenset()))
+    changes = [f"{key} was {earlier.get(key)!r}, is {current.get(key)!r}" for key in deciding if current.get(key) != earlier.get(key)]
     inputs, known = _identities(context, stage.inputs(context)), record.get("inputs", {})
     changes += [f"the input {path} is another one" for path in sorted(inputs.keys() | known.keys()) if inputs.get(path) != known.get(path)]
     return changes
@@ -213,6 +216,11 @@ def translate(error: Exception, path: Path) -> JobError:
         return MustFix("The disk is full", where=str(error.filename or path), remedy="free space there and run the same command again, nothing finished is lost")
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return MustFix(f"{error.filename or path} cannot be written: {error.strerror}", where=str(path), remedy="give this user permission there")
+    if isinstance(error, torch.OutOfMemoryError):
+        return MustFix(
+            f"The GPU's memory is used up: {str(error).splitlines()[0]}", where=str(path),
+            remedy="lower verifier.gpu_memory_utilization if the verifier is loaded, and see what else runs on that GPU",
+        )  # fmt: skip
     return JobError(f"This is a bug: {type(error).__name__}: {error}", where=str(path), remedy="run again with --debug and report the traceback")
 
 

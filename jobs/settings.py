@@ -170,6 +170,7 @@ class TrainSettings(Section):
     checkpoint_every: int = Field(200, ge=1, description="Optimizer steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="Newest whole checkpoints kept")
     evaluate_every: int | None = Field(None, ge=1, description="Optimizer steps between replays on the eval split; None only at the end")
+    evaluate_samples: int | None = Field(None, ge=1, description="Eval answers that those replays judge, drawn by the seed, always the same; None all. The stage evaluate judges all")
     log_every: int = Field(10, ge=1, description="Optimizer steps between lines of the log")
     bad_step_limit: int = Field(20, ge=1, description="Steps with a loss or gradient that is not finite are skipped; more than this stops the run")
     spike_factor: float | None = Field(8.0, gt=1, description="A step whose loss is so many times the usual one is skipped like one that is not finite; None never")

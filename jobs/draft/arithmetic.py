@@ -1,6 +1,8 @@
-"""How much arithmetic a trained token is, and how much the device can do: for MFU and the plan."""
+"""How much arithmetic a trained token is, how much the device can do (for MFU and the plan), and in which type."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -35,3 +37,14 @@ def matmul_rate(device: torch.device) -> float:
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
     return 2 * size**3 / best
+
+
+@contextlib.contextmanager
+def products(precision: str) -> Iterator[None]:
+    """fp32 products of a GPU are formed in TF32 meanwhile, or are not: PyTorch's setting is one for the whole process."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

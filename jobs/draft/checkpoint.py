@@ -44,7 +44,7 @@ PARTS = ("weights", "optimizer", "rng")
 
 # What a resumed run may change: where and how often something is written down, and where it runs.
 # The last three change rounding only, so they are taken with a note; everything else is refused.
-FREE = frozenset({"checkpoint_every", "keep_checkpoints", "evaluate_every", "log_every", "bad_step_limit"})
+FREE = frozenset({"checkpoint_every", "keep_checkpoints", "evaluate_every", "evaluate_samples", "log_every", "bad_step_limit"})
 ROUNDING = frozenset({"device", "compile", "processes"})
 
 

@@ -161,6 +161,18 @@ def joined(wanted: Literal["auto", "cpu", "cuda"], accumulate: int) -> Iterator[
 
 
 @contextlib.contextmanager
+def out_of_memory_named() -> Iterator[None]:
+    """A GPU whose memory is used up as MustFix: the same command again would end there again."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MustFix(
+            f"the GPU's memory is used up: {str(error).splitlines()[0]}", where=f"training on {platform.node()}",
+            remedy="lower train.tokens_per_step, or verifier.gpu_memory_utilization where the verifier is loaded beside it (the trial of the gate)",
+        ) from error  # fmt: skip
+
+
+@contextlib.contextmanager
 def threads(ranks: Ranks, before_the_kill: int | None) -> Iterator[None]:
     """The threads of a training on CPU: as many as before the kill, else all cores of this process, but
     one where OpenMP waits actively (its default).

@@ -21,8 +21,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import torch
@@ -31,12 +33,13 @@ from torch import nn
 from jobs.draft.model import Eagle3Head, VerifierWeights
 from jobs.draft.ranks import joined, refuse_idle
 from jobs.draft.work import Work, prepared
-from jobs.errors import JobError, TryAgain
+from jobs.errors import JobError, MustFix, TryAgain
 from jobs.ports import free_port
 from jobs.settings import TrainSettings
 from jobs.storage.states import StateStore
 
 PR_SET_PDEATHSIG = 1
+PATIENCE = 20.0  # seconds that a process which broke an exchange off may take to end
 
 
 def size(settings: TrainSettings) -> int:
@@ -61,7 +64,8 @@ def together(settings: TrainSettings, folder: Path) -> Iterator[None]:
     port = free_port()
     group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     spawn = multiprocessing.get_context("spawn")
-    others = [spawn.Process(target=_started, args=(group, rank, settings.device, settings.accumulate), daemon=True) for rank in range(1, world)]
+    said = spawn.SimpleQueue()
+    others = [spawn.Process(target=_started, args=(group, rank, settings.device, settings.accumulate, said), daemon=True) for rank in range(1, world)]
     before = dict(os.environ)
     os.environ |= group | {"RANK": "0", "LOCAL_RANK": "0"}
     ended = threading.Event()
@@ -74,14 +78,10 @@ def together(settings: TrainSettings, folder: Path) -> Iterator[None]:
     except JobError:
         raise
     except Exception as error:
-        dead = _dead(others)
-        if dead is None:
+        found = _cause(others, said, folder, PATIENCE if _is_lost_peer(error) else 0.5)
+        if found is None:
             raise
-        raise TryAgain(
-            f"training process {dead[0]} of {world} ended with exit code {dead[1]}",
-            where=str(folder),
-            remedy="run it again, training continues from its newest checkpoint; its own error stands above",
-        ) from error
+        raise found from error
     finally:
         ended.set()
         for name in (*group, "RANK", "LOCAL_RANK"):
@@ -95,13 +95,23 @@ def together(settings: TrainSettings, folder: Path) -> Iterator[None]:
                     process.kill()
 
 
-def _dead(others: Sequence[multiprocessing.Process]) -> tuple[int, int] | None:
-    """(rank, exit code) of a process that ended badly."""
-    for rank, process in enumerate(others, start=1):
-        process.join(0.5)
-        if process.exitcode:
-            return rank, process.exitcode
-    return None
+def _cause(others: Sequence[multiprocessing.Process], said: SimpleQueue, folder: Path, seconds: float) -> JobError | None:
+    """What ended another process, if one ends within these seconds: its own MustFix where it said one, before the exit codes of those that only lost it."""
+    until, ended = time.monotonic() + seconds, None
+    while time.monotonic() < until:
+        if not said.empty():
+            rank, problem = said.get()
+            return MustFix(f"training process {rank} of {len(others) + 1}: {problem.message}", where=problem.where, remedy=problem.remedy)
+        if ended is None:
+            ended = next(((rank, process.exitcode) for rank, process in enumerate(others, start=1) if process.exitcode), None)
+            until = until if ended is None else min(until, time.monotonic() + 1)
+        time.sleep(0.02)
+    if ended is None:
+        return None
+    return TryAgain(
+        f"training process {ended[0]} of {len(others) + 1} ended with exit code {ended[1]}", where=str(folder),
+        remedy="run it again, training continues from its newest checkpoint; its own error stands above",
+    )  # fmt: skip
 
 
 def _watch(others: Sequence[multiprocessing.Process], ended: threading.Event) -> None:
@@ -120,7 +130,7 @@ def _lost_peer_named(folder: Path) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "WORLD_SIZE" not in os.environ or not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+        if "WORLD_SIZE" not in os.environ or not _is_lost_peer(error):
             raise
         raise TryAgain(
             "another process of the training is gone",
@@ -129,14 +139,20 @@ def _lost_peer_named(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _started(group: dict[str, str], rank: int, device: str, accumulate: int) -> None:
-    """A process that `together` started."""
+def _is_lost_peer(error: Exception) -> bool:
+    return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _started(group: dict[str, str], rank: int, device: str, accumulate: int, said: SimpleQueue) -> None:
+    """A process that `together` started; `said` takes (rank, MustFix) of one that cannot go on."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ |= group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     try:
         train_along(device, accumulate)
     except JobError as error:
-        sys.exit(error.exit_code)  # the first process says it
+        if isinstance(error, MustFix):
+            said.put((rank, error))  # the first process says it
+        sys.exit(error.exit_code)
 
 
 def train_along(device: str, accumulate: int, run: Path | None = None) -> None:

@@ -14,10 +14,9 @@ Decisions:
 * The first process reads and writes checkpoints, the others get theirs from it: only it needs the folder.
 """
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from jobs.draft import best, checkpoint, float8, snapshot
-from jobs.draft.arithmetic import flop_of_a_token, matmul_rate
+from jobs.draft.arithmetic import flop_of_a_token, matmul_rate, products
 from jobs.draft.attention import Documents
 from jobs.draft.coverage import Coverage
 from jobs.draft.data import PackedRow, ReadAhead
@@ -36,7 +35,7 @@ from jobs.draft.loss import TargetHead, Unroll, compiled, step_weights
 from jobs.draft.model import Eagle3Head, VerifierWeights
 from jobs.draft.packing import Plan
 from jobs.draft.progress import Reporter, Window
-from jobs.draft.ranks import HostCopy, Ranks, joined, threads
+from jobs.draft.ranks import HostCopy, Ranks, joined, out_of_memory_named, threads
 from jobs.draft.team import together
 from jobs.draft.update import REASONS, SPIKE, Update, learning_rate
 from jobs.draft.work import TrainResult, Work, prepared
@@ -50,7 +49,6 @@ class StepFacts:
     """An optimizer step whose outcome is still on its way from the device."""
 
     step: int
-    samples: tuple[str, ...]  # of this rank
     outcome: HostCopy  # fp64: loss sum, loss positions, gradient norm, reason to leave it out, usual loss, ranks asked to stop
 
 
@@ -71,8 +69,8 @@ def train(
     """Trains `head` in place, from the newest whole checkpoint of `folder` if there is one.
 
     warm: the head was trained before; picks the learning rate. evaluate: called with the head every
-    `evaluate_every` steps and at the end; its figures go out as `{"step", "evaluation"}`. should_stop:
-    asked before each optimizer step; when true, everything is saved and Interrupted raised. report:
+    `evaluate_every` steps and at the end; its figures go out as `{"step", "evaluation"}`; it may raise
+    Interrupted, and is asked again when training continues. should_stop: asked before each optimizer step; when true, everything is saved and Interrupted raised. report:
     gets a line (see `jobs.draft.progress`) every `log_every` steps, and `{"note": text}`. After a
     kill, lines of steps since the last checkpoint are reported again.
 
@@ -103,7 +101,7 @@ def train_on(
     if ranks.first:
         checkpoint.clean(folder, reporter.note)
     saved = ranks.of_first(lambda: checkpoint.newest(folder, reporter.note))
-    with threads(ranks, saved.state["threads"] if saved else None), products(settings.precision):
+    with out_of_memory_named(), threads(ranks, saved.state["threads"] if saved else None), products(settings.precision):
         run = _Run(settings, work.seed, head, verifier, store, plan, folder, work.warm, ranks, reporter)
         try:
             if saved:
@@ -114,17 +112,6 @@ def train_on(
             run.writer.close()
             reporter.close()
     return run.result(saved)
-
-
-@contextlib.contextmanager
-def products(precision: str) -> Iterator[None]:
-    """fp32 products of a GPU are formed in TF32 meanwhile, or are not: PyTorch's setting is one for the whole process."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class _Run:
@@ -160,6 +147,7 @@ class _Run:
         self.update = Update(self.trained, settings, ranks)
         self.writer = checkpoint.CheckpointWriter(folder, settings.keep_checkpoints)
         self.step = self.tokens = self.bad_steps = 0
+        self.judged = 0  # the step of the last evaluation
         self.last_loss: float | None = None
         self.pending: StepFacts | None = None
         self.stopping = self.finished = False
@@ -177,14 +165,14 @@ class _Run:
         share = plan.share(self.step, ranks.rank, ranks.world)
         self.flops = matmul_rate(ranks.device)
         window = self._window()
+        if evaluate and self._is_to_be_judged():
+            self._evaluate(evaluate)  # what a stop broke off
         with ReadAhead(self.store, share, plan.rows, self.head.config.taps, ranks.device, self.coverage, self.compiled) as ahead:
             while self.step < plan.steps and not self.finished:
                 asked = should_stop()
                 # Of several ranks all must stop at one step: they hear of each other with a step's outcome.
                 if self.stopping or (asked and ranks.world == 1):
-                    self.save()
-                    self.writer.wait()
-                    raise Interrupted(f"training was stopped after step {self.step} of {plan.steps}; everything is saved")
+                    self._stop()
                 facts = self.optimizer_step(ahead, window, asked)
                 self._settle()
                 self.pending = facts
@@ -193,7 +181,7 @@ class _Run:
                 if self.step % settings.log_every == 0 or last:
                     self._log(window)
                     window = self._window()
-                if evaluate and (last or (settings.evaluate_every and self.step % settings.evaluate_every == 0)):
+                if evaluate and self._is_to_be_judged():
                     self._evaluate(evaluate)
                     window = self._window()
                 # After the evaluation: a run that continues from here must know what it found.
@@ -212,10 +200,8 @@ class _Run:
         shared = torch.zeros(4 * ttt_steps + 1, dtype=torch.float64, device=self.ranks.device)
         sums = shared[:-1].view(4, ttt_steps)
         shared[-1:].fill_(asked_to_stop)  # an assignment would wait for the device
-        samples: list[str] = []
         for _ in range(micro_rows):
             row, documents = ahead.next()
-            samples += row.sample_ids
             sums += self._backward(row, documents, ttt_steps, decay)
         self.ranks.sum(shared)
         loss, count = (decay.double() * sums[0]).sum(), (decay.double() * sums[1]).sum()
@@ -227,7 +213,7 @@ class _Run:
         flop = used * flop_of_a_token(self.head.config, ttt_steps)
         window.add(sums.where(reason == 0, 0.0), used, rows, flop, ahead.waited - waited, ahead.bytes - read)
         outcome = torch.stack((loss, count, norm, reason, self.update.usual, shared[-1]))
-        return StepFacts(self.step, tuple(samples), HostCopy(outcome))
+        return StepFacts(self.step, HostCopy(outcome))
 
     def _backward(self, row: PackedRow, documents: Documents, ttt_steps: int, decay: Tensor) -> Tensor:
         """One packed row; returns its sums `[4, K]`, without gradient."""
@@ -261,7 +247,8 @@ class _Run:
         found = Found(facts.step, REASONS[reason], loss, usual, norm, learning_rate(facts.step, self.plan.steps, self.settings, self.warm))
         place = self.folder / found.name
         if self.ranks.first:
-            found.keep(place, self.bad_steps, self.store, self.head.config.taps, facts.samples, self.trained)
+            samples = [piece.sample_id for packed in self.plan.step_rows(facts.step) for piece in packed]  # of all ranks
+            found.keep(place, self.bad_steps, self.store, self.head.config.taps, samples, self.trained)
             usually = f" where {usual:.3g} is usual" if reason == SPIKE else ""
             self.reporter.note(f"step {facts.step} is skipped: loss {loss}{usually}, gradient norm {norm}; evidence in {place.name}")
         if self.bad_steps > self.settings.bad_step_limit:
@@ -289,16 +276,27 @@ class _Run:
             "trained_tokens": self.tokens, "bad_steps": self.bad_steps,
         })  # fmt: skip
 
+    def _is_to_be_judged(self) -> bool:
+        every = self.settings.evaluate_every
+        return self.judged < self.step and (self.step == self.plan.steps or bool(every and self.step % every == 0))
+
     def _evaluate(self, evaluate: Callable[[Eagle3Head], dict]) -> None:
         """The first rank judges, the others wait for its word on whether training goes on."""
         self._settle()
-        self.finished = self.ranks.of_first(lambda: self._judge(evaluate))
+        finished = self.ranks.of_first(lambda: self._judge(evaluate))
+        if finished is None:
+            self._stop()
+        self.finished, self.judged = finished, self.step
 
-    def _judge(self, evaluate: Callable[[Eagle3Head], dict]) -> bool:
-        """Reports an evaluation and keeps the best weights; whether there is no more to be gained."""
-        with torch.no_grad(), products("fp32"):
-            figures = evaluate(self.head.eval())
-        self.head.train()
+    def _judge(self, evaluate: Callable[[Eagle3Head], dict]) -> bool | None:
+        """Reports an evaluation and keeps the best weights; whether there is no more to be gained, None if it was to stop."""
+        try:
+            with torch.no_grad(), products("fp32"):
+                figures = evaluate(self.head.eval())
+        except Interrupted:
+            return None
+        finally:
+            self.head.train()
         self.reporter.line({"step": self.step, "steps": self.plan.steps, "evaluation": figures})
         settings, acceptance = self.settings, figures.get("acceptance")
         if self.best.hear(acceptance, self.step, settings.patience_gain):
@@ -328,6 +326,11 @@ class _Run:
 
     # ------------------------------------------------------------------ checkpoints
 
+    def _stop(self) -> None:
+        self.save()
+        self.writer.wait()
+        raise Interrupted(f"training was stopped after step {self.step} of {self.plan.steps}; everything is saved")
+
     def save(self) -> float:
         """Sets everything aside and lets it be written in the background; the seconds that training stood still for it."""
         self._settle()
@@ -354,7 +357,7 @@ class _Run:
         state = {
             "step": self.step, "cursor": asdict(cursor), "tokens": self.tokens, "bad_steps": self.bad_steps,
             "threads": torch.get_num_threads(), "identity": self.identity,
-            "usual_loss": float(self.update.usual), "best": asdict(self.best), "finished": self.finished,
+            "usual_loss": float(self.update.usual), "best": asdict(self.best), "finished": self.finished, "judged": self.judged,
             "scheduler": {"learning_rate": learning_rate(self.step, self.plan.steps, self.settings, self.warm)},
         }  # fmt: skip
         self.writer.save({"weights": snapshot.apart(weights, place), "optimizer": moments, "rng": rng}, state)
@@ -377,6 +380,7 @@ class _Run:
             if self.cuda and "cuda" in rng:
                 torch.cuda.set_rng_state(rng["cuda"])
         self.step, self.tokens, self.bad_steps = (saved.state[key] for key in ("step", "tokens", "bad_steps"))
+        self.judged = saved.state.get("judged", self.step)  # an older one was written after its evaluation
         self.reporter.note(f"training continues after step {self.step} of {self.plan.steps}")
 
     @cached_property

@@ -9,6 +9,7 @@ are of the run's own prompts.
 
 import contextlib
 import copy
+import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -102,6 +103,12 @@ def own(judgement: Judgement) -> Judgement:
 def own_ids(store: StateStore) -> list[str]:
     """Ids of the run's own answers in the eval split."""
     return [i for i in store.ids() if standard.set_of(i) is None]
+
+
+def sampled_ids(store: StateStore, samples: int | None, seed: int) -> list[str]:
+    """So many of them, drawn by the seed; all where there are no more or `samples` is None."""
+    ids = sorted(own_ids(store))
+    return ids if samples is None or samples >= len(ids) else sorted(random.Random(seed).sample(ids, samples))
 
 
 def _part(judgement: Judgement, name: str | None) -> Judgement:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from jobs.draft import checkpoint
 from jobs.draft.data import check_type
 from jobs.draft.export import save_speculators
 from jobs.draft.model import Eagle3Head
@@ -19,6 +20,8 @@ from jobs.verifier.facts import VerifierFacts
 
 NAME = "train"
 SETTINGS = ("train", "job.seed", "heads.warm_start", "verifier.taps")
+# Changed, they throw no paid work away: a training takes them over where it continues, and says so.
+FREE_SETTINGS = frozenset(f"train.{name}" for name in checkpoint.FREE | checkpoint.ROUNDING)
 
 
 def inputs(context: Context) -> list[Path]:
@@ -36,11 +39,11 @@ def run(context: Context) -> dict[str, Any]:
     check_type(store, settings.states.dtype)
     verifier = VerifierWeights.read(context.verifier_path)
     head, is_warm = initial_head(context, verifier)
-    own_prompts = judging.own_ids(evaluation)
+    judged_ids = judging.sampled_ids(evaluation, settings.train.evaluate_samples, settings.job.seed)
     depth, log = settings.evaluate.draft_tokens, JsonLog(context.path / "train.jsonl")
 
     def replay(current: Eagle3Head) -> dict[str, Any]:
-        judged = judge(judging.as_served(context, current), evaluation, own_prompts, depth, name="in training")
+        judged = judge(judging.as_served(context, current), evaluation, judged_ids, depth, name="in training", should_stop=context.should_stop)
         return {"acceptance": judged.mean_acceptance_length, "rates": judged.walk.rates}
 
     def report(line: dict[str, Any]) -> None:

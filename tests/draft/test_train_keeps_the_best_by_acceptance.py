@@ -4,6 +4,8 @@ The figures come from a script, since what is tested is what the trainer makes o
 checkpoints and interruptions are real.
 """
 
+import re
+
 import pytest
 import torch
 from synthetic_states import Language, draft_ids, make_store, one_core, small_config  # noqa: F401 - a fixture
@@ -22,11 +24,11 @@ class Killed(BaseException):
 
 
 class Training:
-    def __init__(self, folder, store, language, stop_after=None, kill_at=None, kill_in_evaluation=None, **changes):
+    def __init__(self, folder, store, language, stop_after=None, kill_at=None, kill_in_evaluation=None, stop_in_evaluation=None, **changes):
         config = small_config()
         self.head = Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=1)
         self.lines, self.seen, self.stop_after = [], {}, stop_after
-        self.kill_at, self.kill_in_evaluation = kill_at, kill_in_evaluation
+        self.kill_at, self.kill_in_evaluation, self.stop_in_evaluation = kill_at, kill_in_evaluation, stop_in_evaluation
         settings = TrainSettings(
             **dict(device="cpu", epochs=2, tokens_per_step=64, max_length=64, log_every=1, learning_rate=1e-2, evaluate_every=4, checkpoint_every=5)
             | changes
@@ -45,9 +47,12 @@ class Training:
             raise Killed
 
     def evaluate(self, head) -> dict:
-        step = self.lines[-1]["step"]
+        line = self.lines[-1]
+        step = line["step"] if "step" in line else int(re.search(r"continues after step (\d+)", line["note"])[1])
         if step == self.kill_in_evaluation:
             raise Killed
+        if step == self.stop_in_evaluation:
+            raise Interrupted("Stopped after 3 of 9 judged answers")
         self.seen[step] = {name: p.detach().clone() for name, p in head.named_parameters()}
         return {"acceptance": ACCEPTANCE[step]}
 
@@ -100,6 +105,18 @@ def test_an_interrupted_run_remembers_its_best(tmp_path, data):
     rest = Training(tmp_path / "broken", *data, patience=2)
     assert rest.result.resumed_from == 13 and rest.result.steps == 16
     assert all(torch.equal(a, b) for a, b in zip(whole.head.parameters(), rest.head.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [8, 24])
+def test_an_evaluation_that_is_stopped_is_made_when_training_continues(tmp_path, data, step, processes):
+    """SIGTERM in the middle of a replay: what is trained is saved, and nothing is judged twice or not at all."""
+    shared = dict(processes=processes, accumulate=processes, epochs=2.0 * processes)
+    with pytest.raises(Interrupted, match=f"after step {step} of 24; everything is saved"):
+        Training(tmp_path, *data, stop_in_evaluation=step, **shared)
+    rest = Training(tmp_path, *data, **shared)
+    assert rest.result.resumed_from == step and list(rest.seen) == list(range(step, 25, 4))
+    assert rest.result.best_step == 24 and not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from synthetic_states import TAPS, Language, draft_ids, make_store, one_core, sm
 from jobs.draft.data import check_type
 from jobs.draft.model import Eagle3Head
 from jobs.draft.trainer import train
-from jobs.draft.update import learning_rate
+from jobs.draft.update import Update, learning_rate
 from jobs.errors import MustFix
 from jobs.settings import TrainSettings
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
@@ -69,6 +69,30 @@ def test_a_bad_step_is_skipped_counted_and_kept_as_evidence(tmp_path):
     told = json.loads(evidence[0].read_text())
     assert told["states_finite_by_sample"] == {"s04#0": False} and told["weights_not_finite"] == []
     assert any("is skipped" in line.get("note", "") for line in lines)
+
+
+@pytest.mark.slow
+def test_the_evidence_is_of_all_processes(tmp_path):
+    language = Language.make()
+    bad = {1, 4, 7, 9}
+    store = poisoned_store(tmp_path / "states", language, bad)
+    result, _ = run(tmp_path, store, new_head(language), language, processes=2, accumulate=2)
+    told = [json.loads(path.read_text())["states_finite_by_sample"] for path in (tmp_path / "checkpoints").glob("bad-step-*.json")]
+    assert len(told) == result.bad_steps >= 4 and all(len(samples) == 2 for samples in told)
+    assert all(finite == (int(name[1:3]) not in bad) for samples in told for name, finite in samples.items())
+    assert not any(all(samples.values()) for samples in told)
+
+
+def test_a_gpu_without_memory_is_something_to_mend(tmp_path, monkeypatch):
+    language = Language.make()
+    store = make_store(tmp_path / "states", [(4, 60)] * 3, language=language)
+
+    def full(self, loss, count, rate):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity")
+
+    monkeypatch.setattr(Update, "step", full)
+    error, _ = run(tmp_path, store, new_head(language), language)
+    assert isinstance(error, MustFix) and "Tried to allocate 2.00 GiB" in error.message and "lower train.tokens_per_step" in error.remedy
 
 
 def test_too_many_bad_steps_stop_the_run_naming_the_evidence(tmp_path):

@@ -7,13 +7,16 @@ import time
 
 import pytest
 import torch
-from synthetic_states import Language, draft_ids, make_store, small_config
+from synthetic_states import TAPS, Language, draft_ids, make_store, small_config
 
 from jobs.draft import team
+from jobs.draft.data import cut_store
 from jobs.draft.model import Eagle3Head
+from jobs.draft.packing import Plan
 from jobs.draft.trainer import train
 from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.settings import TrainSettings
+from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
 
 
 def run(folder, store, language, should_stop=lambda lines: False, **changes):
@@ -61,6 +64,29 @@ def test_a_process_that_dies_ends_the_training_to_be_run_again(tmp_path, data):
 
     with pytest.raises(TryAgain, match="training process 1 of 2 ended with exit code -9"):
         run(tmp_path, *data, processes=2, should_stop=kill_the_other)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_what_only_another_process_cannot_read_is_said_once_as_its_own_error(tmp_path):
+    language, layout = Language.make(), StateLayout(TAPS, 32, "float32", "synthetic", "0" * 40, "0" * 64)
+    folder, generator = tmp_path / "states", torch.Generator().manual_seed(0)
+    with ResponseLog(folder) as log:
+        writer = StateWriter(folder, layout, shard_bytes=64 * layout.row_bytes)  # a shard a sample
+        for number in range(12):
+            ids = language.write(65, generator)
+            writer.append(f"s{number:02d}#0", 0, *language.states(ids, generator))
+            writer.finish(f"s{number:02d}#0", 65)
+            log.append(Response(f"s{number:02d}#0", ids[:5], ids[5:], "length", {}, "synthetic", False))
+        writer.close()
+    store = StateStore(folder)
+    plan = Plan(cut_store(store, store.ids(), small_config(), 64), rows=64, accumulate=2, epochs=1, max_steps=None, seed=0)
+    last = plan.rank_rows(plan.steps - 1, 1, 2)[0][0].sample_id
+    gone = folder / f"shard-{int(last[1:3]):05d}.safetensors"
+    gone.unlink()
+    with pytest.raises(MustFix, match="training process 1 of 2: A shard of the state store is missing") as caught:
+        run(tmp_path / "run", store, language, processes=2, epochs=1)
+    assert caught.value.where == str(gone) and caught.value.remedy == "restore it"
     assert not multiprocessing.active_children()
 
 

@@ -64,6 +64,13 @@ def test_paid_work_refuses_and_says_what_changed(finished, override, stage, name
     assert f"--redo {stage}" in result["error"]["remedy"]
 
 
+def test_what_does_not_decide_the_result_throws_nothing_away(finished):
+    before = seconds(json.loads((finished / "run.json").read_text()))
+    result = run(finished, "train.checkpoint_every=7", "train.evaluate_every=9", "train.log_every=3", "train.processes=1", "train.bad_step_limit=5")
+    assert result["status"] == "done", result["error"]
+    assert seconds(result)["train"] == before["train"]
+
+
 def test_redo_pays_again_and_keeps_what_was_there(finished):
     assert run(finished)["status"] == "done", "nothing was lost by asking, and the refused settings did not stick"
     result = run(finished, "train.learning_rate=0.001", arguments=("--redo", "train"))
