@@ -1,6 +1,7 @@
 """Requests that are hard on a scheduler, and a run of the real engine over them into a state store."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,14 +27,15 @@ def requests(count: int = 48) -> list[Request]:
     return made
 
 
-def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...] = TAPS, **run) -> StateStore:
-    """Answer (or prefill) `wanted` into a new store and return it; a dropped sample is a failure."""
+def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...] = TAPS, on_commit: Callable[[int], None] = lambda answers: None, **run) -> StateStore:
+    """Answer (or prefill) `wanted` into the store in `folder` and return it; a dropped sample is a failure. on_commit: told how many are committed."""
     engine.open_store(folder, layout_of(engine, taps), StatesSettings(shard_mib=16, extent_rows=32, check_one_in=20))
     with ResponseLog(folder) as log:
 
         def commit(finished: Finished) -> tuple:
             assert finished.dropped is None, finished.dropped
             log.append(Response(finished.request.id, finished.request.prompt_token_ids, finished.response_token_ids, finished.finish_reason, {}, "test", False))
+            on_commit(len(log))
             return ()
 
         engine.run(wanted, commit, **run)
