@@ -74,7 +74,9 @@ def run(context: Context) -> dict[str, Any]:
     write_json_atomically(context.path / "preflight.json", {"versions": context.run.ledger["versions"], "checks": told, "measured": measured})
     if problems:
         where, text = str(context.path / "preflight.json"), " | ".join(problems)
-        if _only_passing(found):
+        # What answered at an earlier start will answer again. What never did may be a wrong address, for which a
+        # managed job would rent one machine after the other.
+        if _only_passing(found) and "counts" in context.run.stage(NAME):
             raise TryAgain(f"Preflight met {len(problems)} fault(s) that may pass: {text}", where=where, remedy="nothing here is to be mended, start it again")
         raise MustFix(f"Preflight found {len(problems)} problem(s): {text}", where=where, remedy="mend them and run the same command again", problems=problems)
     rates = {f"disk_{what}": rate for what, rate in measured.get("disk", {}).items()}
