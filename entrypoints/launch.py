@@ -7,13 +7,15 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from jobs.errors import EXIT_DONE, JobError, MustFix
+from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix
+from jobs.rental import LAST_WORDS_SECONDS, RentalClock, RentalWatch, ended, say_what_is_saved
 from jobs.run import ON_REQUEST, STAGES, Context, RunDirectory, is_asked_for
-from jobs.settings import ENVIRONMENT_PREFIX, Settings, load
+from jobs.settings import ENVIRONMENT_PREFIX, RentalSettings, Settings, load
 
 
 def job(
@@ -21,18 +23,21 @@ def job(
 ) -> dict[str, Any]:  # fmt: skip
     for stage_name in redo:
         _known_stage(stage_name)
+    began = time.monotonic()
     job_name = _job_name(name, overrides)
     path = run_dir or Path("runs") / job_name
-    if resume_from and not dry_run:
-        _bring_back(resume_from, path, load(name, overrides=overrides))
-    base = _earlier_settings(path, job_name)
-    settings = load(name, overrides=overrides, base=base)
     if dry_run:
-        return _planned(settings, path)
+        return _planned(load(name, overrides=overrides, base=_earlier_settings(path, job_name)), path)
+    with _failure_ends_rental(lambda: load(name, overrides=overrides), path):
+        if resume_from:
+            from jobs.backup import bring_back
+
+            bring_back(resume_from, path, load(name, overrides=overrides))
+        settings = load(name, overrides=overrides, base=_earlier_settings(path, job_name))
     file = None
     with contextlib.suppress(MustFix):  # by itself it may be incomplete: what counts is what it is together with the rest
         file = load(name, environment={})
-    return _run(settings, path, redo=redo, force=force, file=file)
+    return _run(settings, path, redo=redo, force=force, file=file, began=began)
 
 
 def stage(name: str, path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -94,11 +99,12 @@ def status(path: Path) -> dict[str, Any]:
 
 
 def pull(uri: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    from jobs.backup import restored
     from jobs.storage import bucket
 
     settings = load("smoke", overrides=overrides)
     if bucket.destination(uri, settings.push).read_small(bucket.MANIFEST) is None:
-        state = _restored(uri, folder, settings)
+        state = restored(uri, folder, settings, RentalClock(RentalSettings()))  # no rented machine is waiting for it
         if state is not None:
             return {"files": sorted(state["files"]), "folder": str(folder), "text": f"the run saved at {state['saved']} is in {folder}: {len(state['files'])} files verified"}
     manifest = bucket.pull(uri, folder, settings.push)
@@ -152,23 +158,52 @@ def verify_states(path: Path) -> dict[str, Any]:
 
 
 def _run(
-    settings: Settings, path: Path, *, redo: Sequence[str] = (), force: bool = False, only: str | None = None, report: bool = True, file: Settings | None = None
+    settings: Settings, path: Path, *, redo: Sequence[str] = (), force: bool = False, only: str | None = None, report: bool = True, file: Settings | None = None,
+    began: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A run to its end, and then what is to happen with the rented machine."""
-    from jobs import rental
-    try:
-        result = _work(settings, path, redo=redo, force=force, only=only, report=report, file=file)
-    except JobError as error:
-        if only is None and hasattr(error, "summary"):
-            rental.ended(settings, path, error.summary, error)
-        raise
+    """A run to its end, and then what is to happen with the rented machine. began: time.monotonic() from which this start costs money."""
+    with _failure_ends_rental(lambda: settings, path) if only is None else contextlib.nullcontext():
+        result = _work(settings, path, redo=redo, force=force, only=only, report=report, file=file, began=began)
     if only is None:
-        rental.ended(settings, path, result, None)
+        ended(settings, path, result, None)
     return result
 
 
+@contextlib.contextmanager
+def _failure_ends_rental(settings: Callable[[], Settings], path: Path) -> Iterator[None]:
+    """What fails in the block, on the way to a run too, ends the rental: the message, the hold, on_finish.
+
+    Raises JobError. Where the settings themselves are what is wrong, nobody can be told.
+    """
+    try:
+        yield
+    except Exception as error:
+        failure = _as_job_error(error, path)
+        if failure.where != str(path.absolute() / ".lock"):  # another process has the run, and with it the machine's end
+            # The frames hold a run directory that was refused half-way, and that its lock, which the hold asks for.
+            traceback.clear_frames(error.__traceback__)
+            with contextlib.suppress(MustFix):
+                ended(settings(), path, failure.summary, failure)
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _as_job_error(error: Exception, path: Path) -> JobError:
+    """With a `summary`, as every failure of a run has one."""
+    failure = error
+    if not isinstance(error, JobError):
+        from jobs.pipeline import translate
+
+        failure = translate(error, path)
+    if not hasattr(failure, "summary"):
+        status = "interrupted" if isinstance(failure, Interrupted) else "failed"
+        failure.summary = {"status": status, "exit_code": failure.exit_code, "error": failure.as_dict(), "run_dir": str(path.absolute())}
+    return failure
+
+
 def _work(
-    settings: Settings, path: Path, *, redo: Sequence[str], force: bool, only: str | None, report: bool, file: Settings | None
+    settings: Settings, path: Path, *, redo: Sequence[str], force: bool, only: str | None, report: bool, file: Settings | None, began: float | None
 ) -> dict[str, Any]:  # fmt: skip
     from jobs.pipeline import run_pipeline, translate
     from jobs.reporting.display import Display
@@ -189,30 +224,45 @@ def _work(
             for edit in run.begin(settings, file):
                 context.note(edit)
             run.event("run started", job=settings.job.name, force=force, redo=list(redo), only=only)
-            with _guarded(context) if report and only != "push" else contextlib.nullcontext():
+            with _guarded(context, began) if report and only != "push" else contextlib.nullcontext():
                 final = run_pipeline(context, redo=redo, only=only)
-            return _summary(run.ledger, path, context.loads) | {"status": final, "exit_code": EXIT_DONE}
+            return _summary(run.ledger, path, context.loads) | {"status": final, "exit_code": EXIT_DONE, "unsaved": _unsaved(context)}
         except Exception as error:
             translated = translate(error, run.path)
             if run.ledger.get("status") == "running":  # it did not come to the first stage
                 run.ledger |= {"status": "failed", "exit_code": translated.exit_code, "error": translated.as_dict()}
                 run.save()
+            _complete(translated, context)
             # What the person reads as JSON tells where the run stands, on failure too.
-            translated.summary = _summary(run.ledger, path, context.loads) | {"exit_code": translated.exit_code, "error": translated.as_dict()}
+            translated.summary = _summary(run.ledger, path, context.loads) | {"exit_code": translated.exit_code, "error": translated.as_dict(), "unsaved": _unsaved(context)}
             if translated is error:
                 raise
             raise translated from error
 
 
+def _unsaved(context: Context) -> str | None:
+    """Since when nothing was saved, where the last save failed."""
+    return context.backup.unsaved if context.backup else None
+
+
+def _complete(error: JobError, context: Context) -> None:
+    """Say with what a run ended where its work is, in the ledger too: when that was written the last save was to come."""
+    before = error.message
+    say_what_is_saved(error, context.backup.uri if context.backup else None, _unsaved(context))
+    if error.message != before:
+        context.run.ledger["error"] = error.as_dict()
+        with contextlib.suppress(JobError, OSError):  # a full disk, perhaps, which is what the error says
+            context.run.save()
+
+
 @contextlib.contextmanager
-def _guarded(context: Context) -> Iterator[None]:
+def _guarded(context: Context, began: float | None = None) -> Iterator[None]:
     """The run watched by the clock and the purse, and saved elsewhere while it goes on and once at its end."""
-    from jobs.backup import SECONDS_AFTER_A_SIGNAL, Backup, backup_uri
-    from jobs.rental import RentalWatch
+    from jobs.backup import Backup, backup_uri, time_to_save
 
     uri = backup_uri(context.settings, context.path)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(RentalWatch(context))
+        watch = stack.enter_context(RentalWatch(context, began))
         if uri is None:
             yield
             return
@@ -220,40 +270,7 @@ def _guarded(context: Context) -> Iterator[None]:
         try:
             yield
         finally:
-            by_a_signal = context.should_stop() and context.should_stop.reason is None
-            context.backup.finish(SECONDS_AFTER_A_SIGNAL if by_a_signal else 3600)
-
-
-def _bring_back(uri: str, path: Path, settings: Settings) -> None:
-    """`--resume-from`: the saved run into an empty run directory; a run that is there already goes on as it is."""
-    from jobs.backup import backup_uri
-
-    if (path / "run.json").exists():
-        print(f"eagle3-job: {path} holds a run already: it continues, nothing is brought from {uri}", file=sys.stderr)
-    elif _restored(uri, path, settings) is None:
-        # A managed job has one command for its first machine and for the later ones.
-        if uri not in (settings.push.uri, backup_uri(settings, path)):
-            raise MustFix("No run is saved there", where=uri, remedy="check the address; to begin a run that is saved there, give it as push.uri, too")
-        print(f"eagle3-job: no run is saved at {uri} yet: this one begins", file=sys.stderr)
-
-
-def _restored(uri: str, path: Path, settings: Settings) -> dict[str, Any] | None:
-    from jobs.run import StopSignal
-    from jobs.storage.restored_run import restore
-
-    shown = [time.monotonic()]
-
-    def progress(done: int, total: int) -> None:
-        if time.monotonic() - shown[0] > 5:
-            shown[0] = time.monotonic()
-            print(f"eagle3-job: bringing the run from {uri}: {done / 1e9:.1f} of {total / 1e9:.1f} GB", file=sys.stderr)
-
-    should_stop = StopSignal()
-    should_stop.install()
-    try:
-        return restore(uri, path, settings.push, progress=progress, should_stop=should_stop)
-    finally:
-        should_stop.restore()
+            context.backup.finish(*time_to_save(context, watch.clock.seconds_left() - LAST_WORDS_SECONDS))
 
 
 @contextlib.contextmanager
@@ -305,7 +322,7 @@ def _saved(path: Path) -> dict[str, Any] | None:
     from jobs.storage.saved_run import record_of
 
     record = record_of(path)
-    return {"uri": record["uri"], "at": record["saved"]} if record else None
+    return {"uri": record["uri"], "at": record["saved"]} if "uri" in record else None
 
 
 def _planned(settings: Settings, path: Path) -> dict[str, Any]:

@@ -63,6 +63,9 @@ def contradictions(settings: "Settings") -> list[str]:
         found.append(f"push.backup_uri = {settings.push.backup_uri!r} starts with neither s3:// nor file:///")
     if settings.rental.spending_limit is not None and not settings.rental.price_per_hour:
         found.append("rental.spending_limit needs rental.price_per_hour: nothing is spent at a price of 0")
+    saved = settings.push.backup_uri is not None and settings.push.backup != "off"
+    if settings.rental.on_finish and settings.push.uri is None and not saved:
+        found.append("rental.on_finish would end the machine with the only head on it: give push.uri (or push.backup_uri) an address that outlives it, s3://… or a file:///… of another disk")
     return found
 
 

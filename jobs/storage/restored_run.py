@@ -5,6 +5,7 @@ is killed leaves no run, and the next one goes on with the files that are whole.
 restored, because the ledger names large files by size and time.
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -34,7 +35,7 @@ def restore(
 ) -> dict[str, Any] | None:
     """The run saved at `uri` (or beside the head there) into `folder`; returns its state, None where none is saved.
 
-    MustFix: `folder` holds a run already, or another process works in it; the disk is too small.
+    MustFix: `folder` cannot be written, holds a run already, or another process works in it; the disk is too small.
     """
     found = find(uri, settings)
     if found is None:
@@ -44,7 +45,7 @@ def restore(
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise MustFix(f"The saved run names an impossible file {name!r}", where=uri, remedy="it was not saved by this program")
     with disk_full_named(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         with held(folder / ".lock", what="this run directory"):
             if (folder / "run.json").exists():
                 raise MustFix("The folder holds a run already", where=str(folder), remedy="take an empty --run-dir, or leave --resume-from out to continue the run there")
@@ -58,6 +59,16 @@ def restore(
             fsync_folder(folder)
             shutil.rmtree(staging)
     return state
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").touch()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise MustFix(f"The run directory cannot be written: {error.strerror}", where=str(folder), remedy=f"give user {os.getuid()} write permission there or take another --run-dir") from error
 
 
 def _require_room(staging: Path, state: dict[str, Any]) -> None:

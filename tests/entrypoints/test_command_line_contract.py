@@ -147,12 +147,12 @@ PAST = ("--set", "rental.deadline=2020-01-01T00:00:00Z")
 
 @pytest.fixture
 def saved(tmp_path):
-    """A run that was begun and saved, as a machine that is lost leaves it."""
+    """A run that was begun and saved, as a machine that is lost leaves it; its deadline is past."""
     from jobs.run import RunDirectory
     from jobs.settings import load
     from jobs.storage.saved_run import RunSaver
 
-    settings = load("smoke", overrides=[f"push.uri=file://{tmp_path}/heads/one"], environment={})
+    settings = load("smoke", overrides=[f"push.uri=file://{tmp_path}/heads/one", PAST[1]], environment={})
     run = RunDirectory(tmp_path / "lost")
     run.begin(settings)
     (run.path / "prompts.jsonl").write_text("{}\n")
@@ -182,7 +182,7 @@ def test_resuming_from_nothing_is_78_unless_the_run_is_to_be_saved_there(tmp_pat
 
 
 def test_a_resumed_run_is_the_same_run(saved, tmp_path):
-    done = run("smoke", "--run-dir", str(tmp_path / "new"), "--resume-from", saved, "--json", *PAST)
+    done = run("smoke", "--run-dir", str(tmp_path / "new"), "--resume-from", saved, "--json")
     assert done.returncode == 78 and "deadline" in answer(done)["error"]["message"], done.stderr
     ledgers = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("lost", "new")]
     assert ledgers[0]["run_id"] == ledgers[1]["run_id"] and ledgers[1]["settings"]["push"]["uri"] == saved

@@ -18,6 +18,9 @@ from jobs.run import Context, RunDirectory
 from jobs.settings import load
 
 
+DELIVERS = "push.uri=s3://heads/one"  # on_finish is for a machine that nothing is left on
+
+
 def context(tmp_path, *overrides, spent=0.0):
     settings = load("smoke", overrides=overrides, environment={})
     run = RunDirectory(tmp_path / "run")
@@ -85,6 +88,11 @@ def test_settings_of_the_rental_that_cannot_be_meant():
         load("smoke", overrides=["rental.deadline=tomorrow"], environment={})
     with pytest.raises(MustFix, match="timezone"):
         load("smoke", overrides=["rental.deadline=2030-01-01T00:00:00"], environment={})
+    with pytest.raises(MustFix, match="the only head on it"):
+        load("smoke", overrides=["rental.on_finish=shutdown"], environment={})
+    with pytest.raises(MustFix, match="the only head on it"):
+        load("smoke", overrides=["rental.on_finish=shutdown", "push.backup_uri=s3://heads/runs", "push.backup=off"], environment={})
+    load("smoke", overrides=["rental.on_finish=shutdown", "push.backup_uri=s3://heads/runs"], environment={})
     kept = load("smoke", overrides=["rental.deadline=2030-01-01T00:00:00Z"], environment={}).as_dict()
     assert load("smoke", base=kept, environment={}).rental.deadline.year == 2030
 
@@ -118,7 +126,7 @@ ENDINGS = {
 @pytest.mark.parametrize("name", ENDINGS)
 def test_on_finish_runs_after_the_ending_it_is_for(tmp_path, name):
     error, expected = ENDINGS[name]
-    settings = load("smoke", overrides=[f"rental.on_finish=echo $EAGLE3_STATUS > {tmp_path}/ended; exit 3", "rental.hold_minutes=0.005"], environment={})
+    settings = load("smoke", overrides=[DELIVERS, f"rental.on_finish=echo $EAGLE3_STATUS > {tmp_path}/ended; exit 3", "rental.hold_minutes=0.005"], environment={})
     (tmp_path / "run").mkdir()
     began = time.monotonic()
     ended(settings, tmp_path / "run", result(name, 0), error)
@@ -130,7 +138,7 @@ def test_on_finish_runs_although_nobody_reads_any_more(tmp_path, monkeypatch):
     """A lost connection or a closed pipe must not leave the machine running."""
     read, write = os.pipe()
     os.close(read)
-    settings = load("smoke", overrides=[f"rental.on_finish=touch {tmp_path}/ended"], environment={})
+    settings = load("smoke", overrides=[DELIVERS, f"rental.on_finish=touch {tmp_path}/ended"], environment={})
     with open(write, "w") as gone:
         monkeypatch.setattr(sys, "stderr", gone)
         ended(settings, tmp_path, result("done", 0), None)
@@ -142,13 +150,13 @@ def test_on_finish_runs_although_nobody_reads_any_more(tmp_path, monkeypatch):
 def test_a_deadlines_end_is_not_held(tmp_path):
     error = Interrupted("The deadline is near")
     error.ends_rental = True
-    settings = load("smoke", overrides=[f"rental.on_finish=touch {tmp_path}/ended"], environment={})
+    settings = load("smoke", overrides=[DELIVERS, f"rental.on_finish=touch {tmp_path}/ended"], environment={})
     ended(settings, tmp_path, result("interrupted", 75), error)
     assert (tmp_path / "ended").exists()
 
 
 def test_somebody_who_stops_the_hold_keeps_the_machine(tmp_path):
-    settings = load("smoke", overrides=[f"rental.on_finish=touch {tmp_path}/ended"], environment={})
+    settings = load("smoke", overrides=[DELIVERS, f"rental.on_finish=touch {tmp_path}/ended"], environment={})
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     ended(settings, tmp_path, result("failed", 78), MustFix("the disk is full"))
     assert not (tmp_path / "ended").exists()
@@ -156,7 +164,7 @@ def test_somebody_who_stops_the_hold_keeps_the_machine(tmp_path):
 
 def test_a_run_started_again_meanwhile_keeps_the_machine(tmp_path, monkeypatch):
     monkeypatch.setattr("jobs.storage.files.LOCK_WAIT_SECONDS", 0.2)
-    settings = load("smoke", overrides=[f"rental.on_finish=touch {tmp_path}/ended", "rental.hold_minutes=0.001"], environment={})
+    settings = load("smoke", overrides=[DELIVERS, f"rental.on_finish=touch {tmp_path}/ended", "rental.hold_minutes=0.001"], environment={})
     again = RunDirectory(tmp_path / "run")
     ended(settings, tmp_path / "run", result("failed", 78), MustFix("the disk is full"))
     assert not (tmp_path / "ended").exists()
