@@ -115,9 +115,9 @@ def run_stage(context: Context, stage: Any) -> None:
     run.save()
     run.event("stage started", stage=stage.NAME)
     context.display.stage_started(stage.NAME)
-    begun = time.monotonic()
     try:
-        counts = stage.run(context)
+        with run.metered(stage.NAME, context.settings.rental.price_per_hour):
+            counts = stage.run(context)
         record |= {"state": "done", "counts": counts, "outputs": _identities(context, stage.outputs(context))}
         record["bytes"] = sum(item["bytes"] for item in record["outputs"].values())
     except Interrupted:
@@ -127,12 +127,8 @@ def run_stage(context: Context, stage: Any) -> None:
         record |= {"state": "failed", "error": str(error)}
         raise
     finally:
-        seconds = time.monotonic() - begun
-        record["seconds"] = round(before + seconds, 3)
-        cost = seconds / 3600 * context.settings.rental.price_per_hour
-        record["cost"] = round(record.get("cost", 0.0) + cost, 4)
-        run.ledger["cost"]["amount"] = round(run.ledger["cost"]["amount"] + cost, 4)
         run.save()
+        seconds = record["seconds"] - before
         run.event("stage ended", stage=stage.NAME, state=record["state"], seconds=round(seconds, 3))
         context.display.stage_finished(stage.NAME, record["state"], seconds, record.get("counts") or {})
         if context.backup and record["state"] == "done":

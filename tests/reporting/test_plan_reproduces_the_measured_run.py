@@ -8,9 +8,9 @@ import pytest
 from jobs.errors import MustFix
 from jobs.reporting.choices import samples_within
 from jobs.reporting.machines import B300_RATES, MACHINES, RTX_RATES, calibrate, machine_of, scaled, transfer
-from jobs.reporting.plan import for_all_machines, plan, render_plans
+from jobs.reporting.plan import Plan, for_all_machines, plan, render_plans
 from jobs.reporting.stage_times import over_link
-from jobs.reporting.workload import KIMI_K25, REFERENCE_FLOP, Range, head_size, hidden_bytes_per_token, training_flop, workload
+from jobs.reporting.workload import KIMI_K25, REFERENCE_FLOP, Range, head_size, hidden_bytes_per_token, standard_samples, training_flop, workload
 from jobs.settings import Settings, load
 
 LOCAL = MACHINES["8x-rtx-pro-6000"]
@@ -31,6 +31,12 @@ def run_to_beat(**changes) -> Settings:
     return Settings(**{name: sections.get(name, {}) | changes.get(name, {}) for name in sections | changes})
 
 
+def steps_alone(planned: Plan) -> Range:
+    """Seconds of training without the replay at its end, which the run to beat did not make."""
+    train, judged = planned.stage("train").seconds, planned.stage("evaluate").seconds
+    return Range(train.low - judged.low, train.high - judged.high)
+
+
 def local_plan(settings: Settings, **options):
     return plan(settings, replace(RTX_RATES, tokens_per_sample=503), LOCAL, **options)
 
@@ -40,7 +46,7 @@ def test_the_measured_phases_come_out_to_the_rounding_of_the_table():
     minutes = {stage.name: stage.seconds.middle / 60 for stage in planned.stages}
     assert round(minutes["engine start"], 1) == 22.5
     assert round(minutes["generate.eval"] + minutes["generate.train"], 1) == 2.9
-    assert round(minutes["train"], 1) == 27.7
+    assert round(steps_alone(planned).middle / 60, 1) == 27.7
     assert round(minutes["train"] / 10, 1) == 2.8  # an epoch
     assert planned.stage("train").limit.endswith("9,500 steps")
     for stage in planned.stages:
@@ -91,7 +97,7 @@ def test_the_projection_for_b300_is_kept_and_explained():
     assert B300_RATES.load_seconds == Range(15 * 60, 18 * 60)
     assert (B300_RATES.extract, B300_RATES.generate) == (Range(8000, 15000), Range(5000, 10000))
     planned = plan(run_to_beat(), replace(B300_RATES, tokens_per_sample=503), B300)
-    steps_per_second = Range(9500 / planned.stage("train").seconds.high, 9500 / planned.stage("train").seconds.low)
+    steps_per_second = Range(9500 / steps_alone(planned).high, 9500 / steps_alone(planned).low)
     assert steps_per_second.low == pytest.approx(10, rel=0.01), "the slow side is the projection's lower figure"
     assert steps_per_second.high > 12
     # The scaling rule, from the local box and data sheets alone, meets the projection.
@@ -108,6 +114,22 @@ def test_the_longest_pole_and_the_money_follow_from_the_stages():
     assert priced.currency == "EUR"
     local = local_plan(run_to_beat(verifier={"model": "./kimi", "revision": None}), verifier=KIMI_K25)
     assert local.stage("fetch").seconds == Range(0.0, 0.0) and local.longest_pole.name == "train"
+
+
+def test_replays_while_training_are_in_the_plan():
+    """All GPUs wait while one judges: the whole eval split each time would be half as long again as hero's steps."""
+
+    def train(*overrides: str) -> Range:
+        return plan(load("hero", overrides=overrides), B300_RATES, B300).stage("train").seconds
+
+    hero = load("hero")
+    own, judged = hero.prompts.eval_samples, plan(hero, B300_RATES, B300).stage("evaluate").seconds
+    once, often, shipped = train("train.evaluate_every=1000000", f"train.evaluate_samples={own}"), train(f"train.evaluate_samples={own}"), train()
+    times = workload(hero, KIMI_K25).steps.high / hero.train.evaluate_every
+    assert times > 10 and often.high - once.high == pytest.approx((times - 1) * judged.high * own / (own + standard_samples(hero)), rel=0.01)
+    assert shipped.high - once.high < 0.25 * (often.high - once.high)
+    scaled_run = plan(load("hero", overrides=["evaluate.scaling=[0.99]"]), B300_RATES, B300)
+    assert scaled_run.stage("scaling").seconds.high < train().high + judged.high, "nothing is judged in between there"
 
 
 def test_no_price_is_invented():
