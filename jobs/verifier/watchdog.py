@@ -1,5 +1,6 @@
 """An engine that hangs must end the run: nobody pays for eight GPUs that wait for each other for ever."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -58,7 +59,8 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._end.wait(min(1.0, self.seconds / 4)):
             if self.started:
-                self.started.look()
+                with contextlib.suppress(Exception):  # the limit holds whatever becomes of a look
+                    self.started.look()
             if time.monotonic() - self._moved > self.seconds:
                 self._strike()
 
@@ -67,7 +69,8 @@ class Watchdog:
         signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
         if not self._end.wait(self.hard_exit_after):
             if self.started:
-                self.started.end()
+                with contextlib.suppress(Exception):
+                    self.started.end()
             print(self._error().sentence(), file=sys.stderr, flush=True)
             os._exit(EXIT_TRY_AGAIN)
 
