@@ -1,4 +1,4 @@
-"""The run itself, saved elsewhere while it runs, so that a lost machine loses minutes and not the run.
+"""The run itself, saved elsewhere while it runs and brought back, so that a lost machine loses minutes and not the run.
 
 A thread saves every `push.backup_minutes` and at the end of each stage; training and generation go on
 meanwhile. A save that fails for a passing reason is told once and tried again later: the run is worth
@@ -116,6 +116,8 @@ class Backup:
         stop, began = self._context.should_stop, time.monotonic()
         if not self._wake.is_set() and not self._begun and stop.reason is None:
             return  # preflight has not passed: the destination may be what was wrong
+        if isinstance(stop.reason, NotOurs):
+            return  # another machine saves there: blocks of this one have no place among its own
         self._ended.set()
         self._until = began + seconds
         stopped = stop()

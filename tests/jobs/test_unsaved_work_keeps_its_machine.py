@@ -26,7 +26,7 @@ from jobs.rental import ended
 from jobs.reporting.display import Display
 from jobs.run import Context, RunDirectory
 from jobs.settings import load
-from jobs.storage.saved_run import record_of
+from jobs.storage.saved_run import NotOurs, record_of
 from jobs.storage.senders import STOP_SECONDS
 
 KEYS = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1"}
@@ -160,6 +160,17 @@ def test_a_signal_ends_the_tries(tmp_path):
     backup.finish(300, 300)
     assert time.monotonic() - began < 30
     assert "The endpoint does not answer" in backup.unsaved or "stopped" in backup.unsaved
+    made.run.close()
+
+
+def test_nothing_is_sent_where_another_machine_saves(tmp_path):
+    made = context(tmp_path, f"http://127.0.0.1:{free_port()}")
+    backup = Backup(made, "s3://heads/kimi.run")
+    backup.nudge()
+    made.should_stop.reason = NotOurs("Another machine has taken this run over")
+    began = time.monotonic()
+    backup.finish(300, 300)
+    assert time.monotonic() - began < 1 and backup.unsaved is None
     made.run.close()
 
 
