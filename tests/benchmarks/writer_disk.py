@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from writer_speed import decode_steps, made_up, measure
 
+from jobs.storage.row_pages import LIMIT_BYTES
 from jobs.storage.states import StateLayout, StateWriter
 from jobs.verifier.state_thread import Ended, StoreThread
 
@@ -60,10 +61,11 @@ def main(given: argparse.Namespace) -> dict:
     rows = int(given.gib * 2**30) // layout.row_bytes // given.samples
     size = rows * given.samples * layout.row_bytes
     step = made_up(layout, given.samples)
+    limit = given.memory_mib << 20
     with tempfile.TemporaryDirectory(dir=given.folder) as made:
         folder = Path(made)
         before = dd(folder, size)
-        thread = StoreThread(StateWriter(folder / "states", layout), join_bytes=1)  # on a GPU they are joined there
+        thread = StoreThread(StateWriter(folder / "states", layout, memory_bytes=limit), join_bytes=1)  # on a GPU they are joined there
         open_bytes = resident()
         with Peak() as peak:
             steps = list(decode_steps("s", step, given.samples, rows * given.samples))
@@ -87,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", default="bfloat16")
     made.add_argument("--hidden", type=int, default=7168)
     made.add_argument("--samples", type=int, default=1024)
+    made.add_argument("--memory-mib", type=int, default=LIMIT_BYTES >> 20, help="the most that the writer buffers")
     return made
 
 
