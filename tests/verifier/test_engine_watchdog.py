@@ -52,7 +52,7 @@ from jobs.verifier.watchdog import Watchdog
 
 def hang():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    os.write(1, f"{os.getpid()}\\n".encode())  # at once: two write
+    os.write(1, f"{os.getpid()}\\n".encode())  # one write: two processes share the pipe
     time.sleep(600)
 
 def leave_a_worker():
