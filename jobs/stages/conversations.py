@@ -24,7 +24,6 @@ class Conversation:
     tokens: int = 0  # of the answered turns, prompt and response
     running_tokens: int = 0  # prompt of the turn that is being answered
     finished: bool = False  # no turn will be added
-    given_up: str | None = None  # why its open turns were dropped
 
     def prompt(self) -> list[dict[str, Any]]:
         """Messages up to the next open turn, with the verifier's own answers between them."""

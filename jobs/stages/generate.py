@@ -304,7 +304,7 @@ class Answering(Work):
 
     def give_up(self, conversation: Conversation, reason: str, detail: str) -> None:
         """Drop the open turns of a conversation."""
-        conversation.finished, conversation.given_up = True, reason
+        conversation.finished = True
         self.budget.changed(conversation)
         self.drop(Lost(reason, len(conversation.turns) - len(conversation.answers), detail, conversation.order))
 

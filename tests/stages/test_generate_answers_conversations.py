@@ -10,16 +10,14 @@ import time
 
 import pytest
 import torch
-from generate_in_process import SMALL, context_of, prepare, prompt, run
+from generate_in_process import SMALL, context_of, prepare, prompt, run, small_engine
 
 from jobs.errors import Interrupted, MustFix
-from jobs.settings import VerifierSettings
 from jobs.stages import generate
 from jobs.stages.conversations import read_conversations
 from jobs.storage.states import ResponseLog, StateStore, StateWriter
 from jobs.verifier import capture, state_thread
 from jobs.verifier.chat import Chat
-from jobs.verifier.engine import VerifierEngine, VerifierFacts
 from jobs.verifier.state_thread import StoreThread
 from jobs.verifier.tiny import CHECKPOINT
 
@@ -28,11 +26,8 @@ QUESTIONS = [f"What does the function number {i} return?" for i in range(40)]
 
 @pytest.fixture(scope="module")
 def engine():
-    taps = VerifierFacts.read(CHECKPOINT).both_readings(None)
-    made = VerifierEngine(CHECKPOINT, VerifierSettings(**SMALL["verifier"]), seed=3, capture_taps=taps)
-    torch.set_num_threads(1)  # vLLM takes one a core; a tiny model only waits for them
-    yield made
-    made.close()
+    with small_engine() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generate_in_process import SMALL, context_of, prepare, prompt
+from generate_in_process import SMALL, context_of, prepare, prompt, small_engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "verifier"))
 from captured import assert_equals_reference  # noqa: E402
@@ -84,13 +84,10 @@ def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     started = [Served(folder, number) for number in range(2)]
     try:
-        taps = VerifierFacts.read(CHECKPOINT).both_readings(None)
-        engine = VerifierEngine(CHECKPOINT, VerifierSettings(**SMALL["verifier"]), seed=3, capture_taps=taps)
-        torch.set_num_threads(1)
-        for server in started:
-            server.wait()
-        yield started, engine
-        engine.close()
+        with small_engine() as engine:
+            for server in started:
+                server.wait()
+            yield started, engine
     finally:
         for server in started:
             server.kill()

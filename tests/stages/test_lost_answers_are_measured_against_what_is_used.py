@@ -5,17 +5,13 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from arrivals import Arrivals
-from generate_in_process import SMALL, prepare, prompt, run
+from generate_in_process import SMALL, prepare, prompt, run, small_engine
 
 from jobs.errors import MustFix
-from jobs.settings import VerifierSettings
 from jobs.stages.conversations import read_conversations
 from jobs.storage.states import StateStore
 from jobs.verifier.capture import Capture
-from jobs.verifier.engine import VerifierEngine, VerifierFacts
-from jobs.verifier.tiny import CHECKPOINT
 
 ROWS = [prompt(i, f"Say number {i}", split="train" if i >= 40 else "eval") for i in range(1040)]
 BUDGET = 4000  # tokens: about 150 of the 1,000 turns of the train split
@@ -76,11 +72,8 @@ def test_what_is_lost_beyond_the_budget_is_not_counted(tmp_path):
 
 @pytest.fixture(scope="module")
 def engine():
-    taps = VerifierFacts.read(CHECKPOINT).both_readings(None)
-    made = VerifierEngine(CHECKPOINT, VerifierSettings(**SMALL["verifier"]), seed=3, capture_taps=taps)
-    torch.set_num_threads(1)  # vLLM takes one a core; a tiny model only waits for them
-    yield made
-    made.close()
+    with small_engine() as made:
+        yield made
 
 
 def test_rows_that_really_go_missing_stop_the_run_and_what_is_whole_is_kept(engine, tmp_path, monkeypatch):
