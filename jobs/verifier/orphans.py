@@ -17,6 +17,7 @@ from typing import Any
 # Of a process that was killed and frees gigabytes.
 DYING_SECONDS = 20
 
+
 class _Ending:
     """A process that will end; one that has ended and that nobody has waited for counts as ended."""
 
