@@ -137,8 +137,11 @@ unhealthy=$($docker run --rm --network none --entrypoint /opt/eagle3-job/entrypo
 check "where nothing was written it is not healthy" contains "$unhealthy" "rc=1"
 
 # --- the job: any user id, no network but the S3 server, stopped in mid-run, continued by compose ---------------------------
-s3=$($docker run -d --network none -e RCLONE_CONFIG=/tmp/none --entrypoint /usr/bin/tini eagle3-job:s3 -- \
-  /bin/sh -c 'mkdir -p /data/heads && exec rclone serve s3 --addr 127.0.0.1:9000 --auth-key rehearsal,rehearsal-only /data')
+# The compose file's own S3 server; the override takes away what this engine lacks, a bridge.
+printf 'services: {s3: {image: "eagle3-job:s3", network_mode: none}}\n' >"$work/s3.yml"
+compose_s3() { docker-compose -f "$work/context/docker-compose.yml" -f "$work/s3.yml" "$@"; }
+check "compose starts its S3 server" compose_s3 up --no-build -d s3
+s3=$(compose_s3 ps -q s3)
 $docker volume rm -f eagle3-test-data >/dev/null # of an earlier test in a kept IMAGE_TEST_DIR
 $docker volume create eagle3-test-data >/dev/null
 push=(--set push.uri=s3://heads/smoke --set push.endpoint_url=http://127.0.0.1:9000 --set push.path_style=true)
@@ -160,7 +163,7 @@ check "SIGTERM ends it within 30 s ($((SECONDS - start)) s)" test $((SECONDS - s
 check "with exit code 75" equals "$($docker inspect -f '{{.State.ExitCode}}' "$job")" 75
 check "and the JSON line says so" contains "$($docker logs "$job" 2>/dev/null | tail -n 1)" '"status": "interrupted"'
 
-# The same volume through compose; the override takes away what this engine lacks (a bridge) and adds the S3 server.
+# The same volume through compose, in the S3 server's network.
 cat >"$work/override.yml" <<YAML
 services:
   smoke:
