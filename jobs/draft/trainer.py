@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -326,7 +326,7 @@ class _Run:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _stop(self) -> None:
+    def _stop(self) -> NoReturn:
         self.save()
         self.writer.wait()
         raise Interrupted(f"training was stopped after step {self.step} of {self.plan.steps}; everything is saved")

@@ -18,10 +18,11 @@ from jobs.draft.weights import VerifierWeights
 from jobs.run import Context
 from jobs.stages import judging
 from jobs.stages.conversations import seeded
-from jobs.stages.train import initial_head
+from jobs.stages.train import FREE_SETTINGS, initial_head
 from jobs.storage.files import read_json, write_json_atomically
 from jobs.storage.states import StateStore
 
+__all__ = ["FREE_SETTINGS", "NAME", "SETTINGS", "inputs", "outputs", "run"]
 NAME = "scaling"
 SETTINGS = ("evaluate.scaling", "verifier.dtype", "evaluate.draft_tokens", "evaluate.bootstrap", "train", "job.seed", "heads.warm_start", "verifier.taps")
 

@@ -27,7 +27,7 @@ def runs(tmp_path_factory):
     ]  # fmt: skip
     folder = base / "run"
     first = run(folder, *asked)
-    second = run(folder, "evaluate.live.concurrencies=[]")
+    second = run(folder, "evaluate.live.concurrencies=[]", "train.log_every=3")  # which decides nothing
     return folder, first, second
 
 
