@@ -26,7 +26,7 @@ from typing import Any
 
 from jobs.errors import Interrupted, JobError, MustFix
 from jobs.settings import Settings
-from jobs.storage.files import JsonLog, held, read_json, sha256_file, write_json_atomically
+from jobs.storage.files import JsonLog, held, read_json, sha256_file, unwritable_run_directory, write_json_atomically
 
 LEDGER_VERSION = 1
 STAGES = (
@@ -68,10 +68,7 @@ class RunDirectory:
                 probe.write(b"x")
             self._held.enter_context(held(self.path / ".lock", what="this run directory"))
         except OSError as error:
-            raise MustFix(
-                f"The run directory cannot be written: {error.strerror}", where=str(self.path),
-                remedy=f"give user {os.getuid()} write permission there or take another --run-dir",
-            ) from error  # fmt: skip
+            raise unwritable_run_directory(self.path, error) from error
         self._events = JsonLog(self.path / "events.jsonl")
         self._held.callback(self._events.close)
 

@@ -70,9 +70,10 @@ def train(
 
     warm: the head was trained before; picks the learning rate. evaluate: called with the head every
     `evaluate_every` steps and at the end; its figures go out as `{"step", "evaluation"}`; it may raise
-    Interrupted, and is asked again when training continues. should_stop: asked before each optimizer step; when true, everything is saved and Interrupted raised. report:
-    gets a line (see `jobs.draft.progress`) every `log_every` steps, and `{"note": text}`. After a
-    kill, lines of steps since the last checkpoint are reported again.
+    Interrupted, and is asked again when training continues. should_stop: asked before each optimizer
+    step; when true, everything is saved and Interrupted raised. report: gets a line (see
+    `jobs.draft.progress`) every `log_every` steps, and `{"note": text}`. After a kill, lines of steps
+    since the last checkpoint are reported again.
 
     MustFix: states, head and verifier that do not belong together; no token to train on; more ranks
     than packed rows a step or in all; a changed setting on resume; too many steps that are not finite.

@@ -18,7 +18,7 @@ from typing import Any
 from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.settings import PushSettings
 from jobs.storage.destination import Destination, Progress, ShouldStop, destination
-from jobs.storage.files import disk_full_named, fsync_file, fsync_folder, held, write_all, write_json_atomically
+from jobs.storage.files import disk_full_named, fsync_file, fsync_folder, held, unwritable_run_directory, write_all, write_json_atomically
 from jobs.storage.saved_run import MOST_THREADS, RECORD, find, object_of
 
 STAGING = ".restoring"
@@ -68,7 +68,7 @@ def _make(folder: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise MustFix(f"The run directory cannot be written: {error.strerror}", where=str(folder), remedy=f"give user {os.getuid()} write permission there or take another --run-dir") from error
+        raise unwritable_run_directory(folder, error) from error
 
 
 def _require_room(staging: Path, state: dict[str, Any]) -> None:
