@@ -137,6 +137,7 @@ def page_of(files: RunFiles) -> dict[str, Any]:
         "gate": mapping(run.get("gate")),
         "facts": facts(files, stages, currency),
         "heads": heads,
+        "no_speculation": number(mapping(mapping(run.get("acceptance")).get("none")).get("mean")),
         "acceptance_chart": acceptance_chart(files),
         "rates_chart": rates_chart(heads),
         "positions": max((len(head["rates"]) for head in heads), default=0),

@@ -3,7 +3,9 @@
 Existing heads are judged under both readings of their tap ids: EAGLE-3 code and vLLM mean the
 input of layer i, the worker inside speculators captured its output, and a published config does
 not say which it was trained with. n-gram speculation and an untrained head are the floors. The
-replay needs no verifier and runs while its engine idles.
+replay needs no verifier and runs while its engine idles. No speculation (`none`: one token a step, by
+definition) stands beside them in the ledger only, for a reader to compare with: it is no head, so it has
+no judgement, cannot be the best one or a warm start, and is not published.
 
 The gate reads these figures and may end the run: exit code 0, verdict `no_go`, nothing published.
 """
@@ -24,6 +26,7 @@ from jobs.storage.states import StateStore
 from jobs.verifier.facts import VerifierFacts
 
 NAME = "baseline"
+NO_SPECULATION = 1.0  # tokens a step of the verifier alone
 SETTINGS = (
     "heads", "gate", "verifier.dtype", "evaluate.draft_tokens", "evaluate.bootstrap", "prompts.domains", "job.seed", "vocab",
     "train.heads", "train.kv_heads", "train.head_dim", "train.intermediate_size", "train.rope_theta", "train.norm_before_residual",
@@ -49,6 +52,7 @@ def run(context: Context) -> dict[str, Any]:
         heads[name] = _better_reading(context, name, of, judged)
     _beside_live(context, heads, judged)
     best = best_head(heads)
+    context.run.ledger["acceptance"]["none"] = {"mean": NO_SPECULATION}
     judging.write_figures(context, context.path / "baseline.json", heads, best=best.name if best else None)
     if best is not None:
         context.run.ledger["acceptance"]["baseline"] = heads[best.name]["acceptance_length"]

@@ -27,7 +27,7 @@ vllm serve {verifier} --speculative-config '{speculative}'
 
 ## How good it is
 
-Mean acceptance length with {draft_tokens} drafted tokens (top-1, the bonus token included, so {most} is the most),
+Mean acceptance length with {draft_tokens} drafted tokens (top-1, the bonus token included, so 1 is no speculation and {most} the most),
 by exact replay over {sequences} held-out answers of the verifier, 95 % interval over prompts:
 
 {table}

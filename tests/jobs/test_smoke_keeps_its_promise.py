@@ -38,7 +38,7 @@ def test_the_trained_head_beats_the_untrained_one_and_ngram(smoke):
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["gains"]["over_untrained"]["low"] >= 1.0
     assert evaluation["gains"]["over_ngram"]["low"] >= 0.1
-    assert result["acceptance"].keys() >= {"untrained", "ngram", "trained", "baseline"}
+    assert result["acceptance"].keys() >= {"none", "untrained", "ngram", "trained", "baseline"} and result["acceptance"]["none"] == 1.0
     assert 1.0 <= result["acceptance"]["untrained"] < result["acceptance"]["trained"] <= 4.0
 
 

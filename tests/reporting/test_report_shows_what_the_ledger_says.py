@@ -109,6 +109,19 @@ def test_what_is_shown_is_the_value_rounded(complete_run):
     assert shown["run.json#/cost/amount"] == f"{complete_ledger()['cost']['amount']:.2f} EUR"
 
 
+def test_no_speculation_stands_first_in_table_and_chart(complete_run):
+    page = page_of(complete_run)
+    shown = {attributes.get("data-source"): text for attributes, text in page.figures}
+    assert shown["run.json#/acceptance/none/mean"] == "1.000"
+    words = " ".join(page.text.split())
+    assert "none no speculation 1.000 - untrained" in words, "the first row of the table"
+    assert words.index("none 1.00") < words.index("untrained 1.02"), "the first bar of the chart"
+    ledger = json.loads((complete_run / "run.json").read_text())
+    del ledger["acceptance"]["none"]  # of an older version
+    (complete_run / "run.json").write_text(json.dumps(ledger))
+    assert "no speculation" not in page_of(complete_run).text
+
+
 def test_positions_are_shares_of_all_steps_and_a_drafter_that_rarely_drafts_is_not_flattered(complete_run):
     page = page_of(complete_run)
     shown = {(a["data-source"], a.get("data-per")): text for a, text in page.figures if "data-source" in a}

@@ -154,6 +154,17 @@ def test_the_best_head_in_its_better_reading_is_the_warm_start_unless_the_settin
     assert error.value.where == "heads.warm_start"
 
 
+def test_no_speculation_stands_beside_the_heads_and_is_never_chosen(judged, tmp_path):
+    context, figures = judged
+    assert context.run.ledger["acceptance"]["none"] == {"mean": 1.0}
+    assert "none" not in figures["heads"] and figures["best"] != "none" and initial.chosen(context).name == "good"
+    alone = made(tmp_path, {})
+    heads = alone.settings.heads.model_copy(update={"ngram": False})
+    alone = Context(alone.settings.model_copy(update={"heads": heads}), alone.run, alone.display)
+    assert baseline.run(alone) == {"heads": 0, "sequences": PROMPTS, "best": None, "verdict": "go"}
+    assert alone.run.ledger["acceptance"] == {"none": {"mean": 1.0}} and initial.chosen(alone) is None
+
+
 def test_standard_sets_stand_apart_and_do_not_move_the_figure(judged):
     context, figures = judged
     ngram = figures["heads"]["ngram"]
