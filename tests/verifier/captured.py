@@ -27,9 +27,12 @@ def requests(count: int = 48) -> list[Request]:
     return made
 
 
-def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...] = TAPS, on_commit: Callable[[int], None] = lambda answers: None, **run) -> StateStore:
-    """Answer (or prefill) `wanted` into the store in `folder` and return it; a dropped sample is a failure. on_commit: told how many are committed."""
-    engine.open_store(folder, layout_of(engine, taps), StatesSettings(shard_mib=16, extent_rows=32, check_one_in=20))
+def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...] = TAPS, on_commit: Callable[[int], None] = lambda answers: None, dtype: str | None = None, **run) -> StateStore:
+    """Answer (or prefill) `wanted` into the store in `folder` and return it; a dropped sample is a failure.
+
+    on_commit: told how many are committed. dtype: of the store, else the engine's.
+    """
+    engine.open_store(folder, layout_of(engine, taps, dtype), StatesSettings(shard_mib=16, extent_rows=32, check_one_in=20))
     with ResponseLog(folder) as log:
 
         def commit(finished: Finished) -> tuple:
@@ -43,9 +46,9 @@ def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], tap
     return StateStore(folder)
 
 
-def layout_of(engine: VerifierEngine, taps: tuple[int, ...] = TAPS) -> StateLayout:
+def layout_of(engine: VerifierEngine, taps: tuple[int, ...] = TAPS, dtype: str | None = None) -> StateLayout:
     return StateLayout(
-        taps=taps, hidden_size=engine.facts.hidden_size, dtype=engine.settings.dtype, verifier="tiny",
+        taps=taps, hidden_size=engine.facts.hidden_size, dtype=dtype or engine.settings.dtype, verifier="tiny",
         verifier_revision=engine.facts.revision, tokenizer_sha256="0" * 64,
     )  # fmt: skip
 

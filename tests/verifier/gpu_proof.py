@@ -18,12 +18,13 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 import torch  # noqa: E402
-from captured import TAPS, answer_into, requests, whole  # noqa: E402
+from captured import TAPS, answer_into, layout_of, requests, whole  # noqa: E402
 from deepseek_reference import Reference  # noqa: E402
 from served import random_head, shares_fed, small_llama  # noqa: E402
 from serving_spy import EXTENSION  # noqa: E402
 
 from jobs.settings import VerifierSettings  # noqa: E402
+from jobs.storage.shards import encode  # noqa: E402
 from jobs.storage.states import StateStore  # noqa: E402
 from jobs.verifier.engine import Request, VerifierEngine  # noqa: E402
 from jobs.verifier.tiny import CHECKPOINT  # noqa: E402
@@ -59,6 +60,7 @@ LIMITS = {
 }
 # Taps one layer off have a median of 0.334, fifty times that of bf16: rounding and a wrong layer cannot be confused.
 ONE_LAYER_OFF = 0.15
+FP8, FP8_ROUNDING = "float8_e4m3fn", 0.04
 
 
 def start(dtype: str, *, model: Path = CHECKPOINT, taps: tuple[int, ...] = TAPS, eager: bool = False, tensor_parallel: int = 1, parallel: str = "tp", **arguments) -> VerifierEngine:
@@ -168,6 +170,31 @@ def served(work: Path, model: Path, name: str, dtype: str, **options) -> tuple[b
     return good, {"rows_bit_equal": equal, "rows_equal_one_layer_off": off, "samples": len(store.ids()), **facts, **extra}
 
 
+def float8(work: Path) -> tuple[bool, dict]:
+    """States rounded to FP8 on the device while answers are decoded, and again while they are prefilled.
+
+    The rounding is the CPU's, byte for byte; what an answer's rows are off by is the engine's rounding and that of FP8:
+    e4m3 has 3 bits of mantissa, so each element is off by up to 1/16 of itself and a row by about 1/40 (FP8_ROUNDING).
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine = start("bfloat16")
+    layout = layout_of(engine, TAPS, FP8)
+    rows = [torch.randn(1000, *shape).bfloat16() for shape in ((len(TAPS), layout.hidden_size), (layout.hidden_size,))] + [torch.randn(1000)]
+    here, there = encode(layout, *rows), encode(layout, *(tensor.to(device) for tensor in rows))
+    equal = all(torch.equal(here[name].view(torch.uint8), there[name].cpu().view(torch.uint8)) for name in here)
+    store = answer_into(engine, work / "fp8", requests(200), dtype=FP8)
+    facts = facts_of(engine)
+    existing = [Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()]
+    again = {kind: answer_into(engine, work / f"fp8-prefill-{kind}", existing, dtype=kind) for kind in (FP8, "bfloat16")}
+    engine.close()
+    rounding = {name: summary([errors(getattr(again[FP8].read(i), name), getattr(again["bfloat16"].read(i), name)) for i in store.ids()]) for name in ("taps", "final")}
+    found = against_reference(store)
+    limits = LIMITS["bfloat16"]
+    good = equal and found["one_layer_off"]["median"] > ONE_LAYER_OFF and len(store.ids()) == 200
+    good &= all(rounding[name]["median"] < FP8_ROUNDING and found[name]["median"] < FP8_ROUNDING + limits[name][0] and found[name]["p99"] < FP8_ROUNDING + limits[name][1] for name in rounding)
+    return good, {"encoded_equal": equal, **facts, **found, "rounding": rounding}
+
+
 def tensor_parallel(work: Path, name: str, eager: bool = True, **arguments) -> tuple[bool, dict]:
     """Two GPUs: a prefill of answers that one GPU decoded gives the same states; then answers of its own against the reference."""
     dtype, first = ("float32", "exact32") if eager else ("bfloat16", "compiled")
@@ -189,6 +216,7 @@ def llama(work: Path) -> tuple[bool, dict]:
 STEPS = {
     "exact32": lambda work: decode(work, "exact32", "float32"),
     "compiled": lambda work: decode(work, "compiled", "bfloat16"),
+    "fp8": float8,
     "eager": lambda work: decode(work, "eager", "bfloat16", 64, eager=True),
     # The compile cache must be one folder for these three: other taps, other states; the third start loads the first's graphs.
     "taps-a": lambda work: decode(work, "taps-a", "bfloat16", 48, taps=NARROW),
