@@ -1,27 +1,28 @@
 """The typed settings of a job: one field = one TOML key = one `--set` key = one line of documentation.
 
 Sources, later wins: the defaults below, the job's TOML file, the environment
-(`EAGLE3_<SECTION>__<KEY>`), `--set section.key=value` (the value in TOML's notation; a bare word
-counts as a string). An unknown key anywhere is an error that names the nearest known one: a
-misspelt learning rate must not cost a night of eight GPUs.
+(`EAGLE3_<SECTION>__<KEY>`, see `jobs.environment`), `--set section.key=value` (the value in TOML's
+notation; a bare word counts as a string). An unknown key anywhere is an error that names the nearest
+known one: a misspelt learning rate must not cost a night of eight GPUs.
 
 Nothing in the code asks which machine it runs on: what differs between a laptop and 8 x B300 is
 in these values.
 """
 
-import difflib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import to_jsonable_python
 
+from jobs.environment import ENVIRONMENT_PREFIX, settings_in, unknown_in  # noqa: F401 - the prefix is part of what this module offers
 from jobs.errors import MustFix
+from jobs.wrong_settings import places, problem, unknown_keys
 
-ENVIRONMENT_PREFIX = "EAGLE3_"
 JOBS = ("hero", "local-test", "smoke")
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -304,38 +305,43 @@ def load(
     """The resolved settings of a job.
 
     overrides: `section.key=value` items of `--set`. base: settings of the run that is continued;
-    they replace the job file. Raises MustFix naming every unknown key and wrong value at once.
+    they replace the job file. Raises MustFix naming every unknown key, or else every wrong value, at
+    once, and where it was said: the file, the variable or the --set.
     """
     path = job_file(job)
     values: dict[str, Any] = {}
     _merge(values, _parsed(path) if base is None else base)
-    for name, text in sorted(environment.items()):
-        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
-            section, _, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
-            _merge(values, _nested(f"{section}.{key.replace('__', '.')}", text, where=name))
+    known = [key for key, _ in documented()]
+    said = settings_in(environment, known)  # dotted key -> what said it last, where that was not the file
+    for key, name in said.items():
+        _merge(values, _nested(key, environment[name], where=name))
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals:
             raise MustFix(f"--set {item} has no value", where="command line", remedy="write --set section.key=value")
         _merge(values, _nested(key.strip(), text, where=f"--set {item}"))
-    return validated(values, where=str(path) if not overrides else f"{path.name} and --set")
+        said[key.strip()] = f"--set {key.strip()}"
+    rental = values.get("rental")
+    webhook = str(rental.get("webhook_variable")) if isinstance(rental, Mapping) else ""
+    return validated(values, str(path), said, unknown_in(environment, known, also=[webhook]))
 
 
-def validated(values: Mapping[str, Any], where: str) -> Settings:
-    problems = list(_unknown_keys(values, Settings))
-    if problems:
-        raise MustFix("; ".join(problems), where=where, remedy="correct the key")
+def validated(values: Mapping[str, Any], where: str, said: Mapping[str, str] = MappingProxyType({}), unread: Sequence[str] = ()) -> Settings:
+    """The settings of these values. where: what they come from, but for the keys of `said`, which has a place for each.
+
+    unread: clauses about variables of the environment, which are as wrong as an unknown key. Raises MustFix.
+    """
+    problems = list(unknown_keys(values, Settings, [key for key, _ in documented()]))
+    if problems or unread:
+        found = ["environment"] * bool(unread) + places(problems, where, said)
+        texts = [*unread, *(text for _, text in problems)]
+        raise MustFix("; ".join(texts), where=", ".join(found), remedy="correct the name, or unset the variable" if unread else "correct the key")
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        texts = [_problem(e) for e in error.errors()]
-        raise MustFix("; ".join(texts), where=where, remedy="correct the values") from error
-
-
-def _problem(error: Mapping[str, Any]) -> str:
-    key = ".".join(str(part) for part in error["loc"])
-    text = str(error["msg"]).removeprefix("Value error, ")
-    return f"{key} = {error['input']!r}: {text}" if key else text
+        problems = [problem(e) for e in error.errors()]
+        texts = [text for _, text in problems]
+        raise MustFix("; ".join(texts), where=", ".join(places(problems, where, said)), remedy="correct the values") from error
 
 
 def _nested(key: str, text: str, where: str) -> dict[str, Any]:
@@ -359,28 +365,6 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
             _merge(into[key], value)
         else:
             into[key] = dict(value) if isinstance(value, Mapping) else value
-
-
-def _unknown_keys(values: Mapping[str, Any], model: type[BaseModel], prefix: str = ""):
-    for key, value in values.items():
-        field = model.model_fields.get(key)
-        if field is None:
-            yield f"unknown setting {prefix}{key}{_nearest(prefix + key)}"
-        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            if isinstance(value, Mapping):
-                yield from _unknown_keys(value, field.annotation, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key} is a section, not a value"
-
-
-def _nearest(key: str) -> str:
-    """` (did you mean …?)` with the nearest known key, comparing whole keys and, failing that, last parts."""
-    known = [name for name, _ in documented()] + list(Settings.model_fields)
-    match = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not match:
-        last = {name.rpartition(".")[2]: name for name in known}
-        match = [last[m] for m in difflib.get_close_matches(key.rpartition(".")[2], list(last), n=1, cutoff=0.6)]
-    return f" (did you mean {match[0]}?)" if match else ""
 
 
 def documented(model: type[BaseModel] = Settings, prefix: str = "") -> list[tuple[str, str]]:

@@ -39,10 +39,16 @@ def test_secrets_have_no_value_and_settings_exist():
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [({"PUSH__URI": "s3://bucket/head"}, 0), ({"PUSH__URI": "gs://bucket/head"}, 78), ({"PUSH__URI": "s3://bucket/head", "PUSH__PART_MIB": "1"}, 78)],
+    [
+        ({"PUSH__URI": "s3://bucket/head"}, 0),
+        ({"PUSH__URI": "gs://bucket/head"}, 78),
+        ({"PUSH__URI": "s3://bucket/head", "PUSH__PART_MIB": "1"}, 78),
+        ({"PUSH__URI": "s3://bucket/head", "TRAIN__FP8": "perhaps"}, 78),
+        ({"PUSH__URI": "s3://bucket/head", "TRAIN_FP8": "true"}, 78),
+    ],
 )
 def test_the_script_runs_the_job_and_passes_its_exit_code_on(tmp_path, settings, expected):
-    """With every setting that is among the variables: another endpoint is one that nobody has foreseen."""
+    """With every setting that is among the variables, for another endpoint is one that nobody has foreseen, and with every slip."""
     docker = tmp_path / "docker"
     docker.write_text(DOCKER.format(python=sys.executable))
     docker.chmod(0o755)

@@ -3,9 +3,11 @@
 import json
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
+from jobs.environment import OTHERS, unknown_in
 from jobs.errors import MustFix
 from jobs.pipeline import PIPELINE
 from jobs.settings import JOBS, Settings, documented, job_file, load
@@ -55,8 +57,71 @@ def test_an_unknown_key_in_a_file_and_in_the_environment_is_refused(tmp_path):
     job.write_text("[train]\nepoch = 2\n")
     with pytest.raises(MustFix, match="did you mean train.epochs"):
         load(job, environment={})
-    with pytest.raises(MustFix, match="did you mean train.clip"):
+    with pytest.raises(MustFix, match="did you mean EAGLE3_TRAIN__CLIP"):
         load("smoke", environment={"EAGLE3_TRAIN__CLIPS": "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("EAGLE3_TRAIN_LEARNING_RATE", "EAGLE3_TRAIN__LEARNING_RATE"),
+        ("EAGLE3_PUSH__URL", "EAGLE3_PUSH__URI"),
+        ("EAGLE3_PUSH_URI", "EAGLE3_PUSH__URI"),
+        ("EAGLE3_HEALTHY_MINUTE", "EAGLE3_HEALTHY_MINUTES"),
+        ("EAGLE3_GENERATE__THINKING__TEMPRATURE", "EAGLE3_GENERATE__THINKING__TEMPERATURE"),
+        ("EAGLE3__TRAIN__CLIP", "EAGLE3_TRAIN__CLIP"),
+        ("EAGLE3_WEBHOOKS", "EAGLE3_WEBHOOK"),
+        ("EAGLE3_QQQQ", None),
+    ],
+)
+def test_a_variable_of_ours_that_nothing_reads_is_refused(name, nearest):
+    with pytest.raises(MustFix) as error:
+        load("smoke", environment={name: "1", "EAGLE3_HOME": "/somewhere"})
+    asked = f" (did you mean {nearest}?)" if nearest else ""
+    assert str(error.value) == f"{name} is no setting and nothing reads it{asked} (environment): correct the name, or unset the variable."
+    assert error.value.exit_code == 78
+
+
+def test_other_programs_variables_and_a_webhook_of_another_name_are_left_alone():
+    environment = {"EAGLE3": "1", "EAGLE": "2", "MY_EAGLE3_TRAIN": "3", "eagle3_train": "4", "EAGLE3_MY_HOOK": "https://example", "EAGLE3_GENERATE__THINKING": "{temperature = 0.5}"}
+    settings = load("smoke", overrides=["rental.webhook_variable=EAGLE3_MY_HOOK"], environment=environment | {"EAGLE3_PROMPTS__DOMAINS__CHATTY": "chat"})
+    assert (settings.generate.thinking.temperature, settings.prompts.domains["chatty"]) == (0.5, "chat")
+    with pytest.raises(MustFix, match="EAGLE3_MY_HOOK is no setting"):
+        load("smoke", environment=environment)
+
+
+def test_every_variable_that_a_file_here_names_is_known():
+    clone = Path(__file__).parents[2]
+    files = [clone / "Dockerfile", clone / "docker-compose.yml", *(path for folder in ("entrypoints", "jobs", "compat") for path in (clone / folder).rglob("*") if path.is_file() and path.suffix != ".pyc")]
+    files.remove(clone / "jobs/environment.py")
+    named = {name for path in files for name in re.findall(r"EAGLE3_[A-Z0-9_]*[A-Z0-9]", path.read_text(errors="replace"))}
+    assert unknown_in(dict.fromkeys(named, ""), [key for key, _ in documented()]) == []
+    assert OTHERS.keys() <= named, "known, and nothing reads it"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environment", "told"),
+    [
+        ((), {"EAGLE3_TRAIN__EPOCHS": "many", "EAGLE3_TRAIN__CLIP": "2"}, "train.epochs = 'many': Input should be a valid number, unable to parse string as a number (EAGLE3_TRAIN__EPOCHS): correct the values."),
+        (("train.epochs=many",), {"EAGLE3_TRAIN__EPOCHS": "2", "EAGLE3_TRAIN__CLIP": "2"}, "(--set train.epochs): correct the values."),
+        (("train.epochs=0",), {"EAGLE3_TRAIN__CLIP": "{}"}, "(--set train.epochs, EAGLE3_TRAIN__CLIP): correct the values."),
+        (("trian.epochs=0",), {"EAGLE3_TRAIN__CLIP": "2"}, "(--set trian.epochs): correct the key."),
+        (("train.epoch=2",), {"EAGLE3_TRAIN__EPOCHS": "2"}, "(--set train.epoch): correct the key."),
+        (("train.max_length=9000",), {"EAGLE3_TRAIN__CLIP": "2"}, "(--set train.max_length): correct the values."),
+    ],
+)
+def test_a_wrong_value_names_the_variable_or_the_set_that_said_it(overrides, environment, told):
+    with pytest.raises(MustFix) as error:
+        load("smoke", overrides=overrides, environment=environment)
+    assert str(error.value).endswith(told), str(error.value)
+
+
+def test_a_wrong_value_of_the_file_names_the_file(tmp_path):
+    job = tmp_path / "mine.toml"
+    job.write_text("[train]\nepochs = 0\n[verifier]\nmodel = 3\n")
+    with pytest.raises(MustFix) as error:
+        load(job, overrides=["train.clip=0", "verifier.dtype=float16"], environment={})
+    assert set(error.value.where.split(", ")) == {str(job), "--set verifier.dtype", "--set train.clip"}
 
 
 def test_every_problem_is_named_at_once():
