@@ -89,12 +89,11 @@ def plan(job_name: str, overrides: Sequence[str], calibrate: Path | None, amount
 
 
 def status(path: Path) -> dict[str, Any]:
-    from jobs.reporting.choices import forecast
     from jobs.reporting.display import summary_text
+    from jobs.reporting.forecast import forecast, told
 
     ledger = RunDirectory(path, read_only=True).ledger
-    expected = forecast(ledger)
-    text = summary_text(ledger) + (f"\n{expected['text']}" if expected else "")
+    expected, text = forecast(ledger), f"{summary_text(ledger)}\n{told(ledger)}"
     return _summary(ledger, path, loads=ledger["verifier_loads"]) | {"exit_code": EXIT_DONE, "run_exit_code": ledger["exit_code"], "forecast": expected, "text": text}
 
 
@@ -207,13 +206,14 @@ def _work(
 ) -> dict[str, Any]:  # fmt: skip
     from jobs.pipeline import run_pipeline, translate
     from jobs.reporting.display import Display
+    from jobs.reporting.forecast import forecast
     from jobs.stages.generate import start_engine
 
     run = RunDirectory(path)
     with contextlib.ExitStack() as stack:
         stack.callback(run.close)
         terminal = stack.enter_context(noise_in(run.path / "log.txt"))
-        display = Display.open(stream=terminal, price_per_hour=settings.rental.price_per_hour, currency=settings.rental.currency)
+        display = Display.open(stream=terminal, outlook=lambda: (forecast(run.counted()) or {}).get("line"))
         stack.callback(display.close)
         context = Context(settings, run, display, start_engine=start_engine, force=force)
         context.should_stop.install()
@@ -298,11 +298,13 @@ def noise_in(log: Path) -> Iterator[TextIO]:
 
 def _last_words(run: RunDirectory, display: Any) -> None:
     """The table and the report, whatever the ending; a fault in them must not replace the real one."""
+    from jobs.reporting.forecast import told
     from jobs.reporting.report import write_report
 
     try:
         page = write_report(run.path)
         display.summary_table(run.ledger)
+        display.note(told(run.ledger))
         display.note(f"report: {page}")
     except (OSError, ValueError, KeyError, TypeError, JobError) as error:
         display.note(f"the report could not be written: {error}")

@@ -116,7 +116,7 @@ def run_stage(context: Context, stage: Any) -> None:
     run.event("stage started", stage=stage.NAME)
     context.display.stage_started(stage.NAME)
     try:
-        with run.metered(stage.NAME, context.settings.rental.price_per_hour):
+        with run.metered(stage.NAME, context.settings.rental.price_per_hour, context.display.measured):
             counts = stage.run(context)
         record |= {"state": "done", "counts": counts, "outputs": _identities(context, stage.outputs(context))}
         record["bytes"] = sum(item["bytes"] for item in record["outputs"].values())

@@ -50,6 +50,7 @@ class RunDirectory:
         self.path = path.absolute()
         self._held = contextlib.ExitStack()
         self._writing = threading.Lock()
+        self._count: Callable[[], None] = lambda: None
         if not read_only:
             self._make_and_hold()
         elif not (self.path / "run.json").exists():
@@ -94,6 +95,7 @@ class RunDirectory:
         self.ledger |= {
             "settings": settings.as_dict(), "versions": versions(), "machine": machine(settings),
             "status": "running", "exit_code": None, "error": None,
+            "loads_before": self.ledger.get("verifier_loads", 0),  # this start's own come on top: whether the verifier is up
             "cost": {"amount": self.ledger.get("cost", {}).get("amount", 0.0), "currency": settings.rental.currency},
         }  # fmt: skip
         edited = []
@@ -117,30 +119,36 @@ class RunDirectory:
             write_json_atomically(self.path / "run.json", self.ledger)
 
     @contextlib.contextmanager
-    def metered(self, name: str, price_per_hour: float) -> Iterator[None]:
+    def metered(self, name: str, price_per_hour: float, measured: Callable[[], dict[str, Any] | None] = lambda: None) -> Iterator[None]:
         """Counts the stage's seconds and cost while the block runs, and writes them down every METER_SECONDS.
 
         A machine that is taken away leaves its hours in the ledger: `status` tells them, the spending limit counts them.
+        measured: how far the stage is (`Display.measured`), kept as `progress`; that of an earlier start stands until there is any.
         """
         record, cost, begun, over = self.stage(name), self.ledger["cost"], time.monotonic(), threading.Event()
         seconds, stage_cost, amount = record.get("seconds", 0.0), record.get("cost", 0.0), cost["amount"]
+        earlier = record.get("progress")
+        if earlier and earlier["total"] is not None and earlier["done"] >= earlier["total"]:
+            earlier = None  # it was finished, and is done anew
 
         def count() -> None:
             elapsed = time.monotonic() - begun
             paid = elapsed / 3600 * price_per_hour
             record["seconds"], record["cost"] = round(seconds + elapsed, 3), round(stage_cost + paid, 4)
             cost["amount"] = round(amount + paid, 4)
+            record["progress"] = measured() or earlier
 
         def keep_counting() -> None:
             while not over.wait(METER_SECONDS):
                 count()
                 with self._writing, contextlib.suppress(OSError):  # on disk: the rest of the ledger in memory may be half changed
                     saved = read_json(self.path / "run.json")
-                    saved["stages"][name] |= {"seconds": record["seconds"], "cost": record["cost"]}
+                    saved["stages"][name] |= {key: record[key] for key in ("seconds", "cost", "progress")}
                     saved["cost"]["amount"] = cost["amount"]
                     write_json_atomically(self.path / "run.json", saved)
 
         count()  # the keys are there from here on: another thread may go through the ledger while their values change
+        self._count = count
         thread = threading.Thread(target=keep_counting, name="meter", daemon=True)
         thread.start()
         try:
@@ -148,7 +156,13 @@ class RunDirectory:
         finally:
             over.set()
             thread.join()
+            self._count = lambda: None
             count()
+
+    def counted(self) -> dict[str, Any]:
+        """The ledger with seconds, cost and progress of the running stage up to now; on disk they are METER_SECONDS old at most."""
+        self._count()
+        return self.ledger
 
     def event(self, kind: str, **fields: Any) -> None:
         self._events.append_json({"time": now(), "kind": kind, **fields})

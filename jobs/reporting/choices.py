@@ -3,13 +3,13 @@
 Each is answered in a sentence with ranges, from the same plans, with what it assumes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jobs.errors import MustFix
 from jobs.reporting import figures
-from jobs.reporting.machines import MACHINES, Machine, Rates, for_verifier, machine_of, with_disk
-from jobs.reporting.plan import Plan, plan, span, verifier_size
+from jobs.reporting.machines import MACHINES, Machine, Rates
+from jobs.reporting.plan import Plan, plan, span
 from jobs.reporting.stage_times import over_link
 from jobs.reporting.workload import Range
 from jobs.settings import RentalSettings, Settings
@@ -100,37 +100,6 @@ def _samples(amount: float, settings: Settings, priced: Plan | None) -> dict[str
     found = samples_within(amount, settings, priced.rates, machine)
     text = f"For {amount:,.0f} {priced.currency} on {priced.machine}: {found.low:,.0f} to {found.high:,.0f} training samples (prompts.train_samples is {settings.prompts.train_samples:,})."
     return {"amount": amount, "samples": found.as_dict(), "text": text}
-
-
-def forecast(ledger: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a run that is not over still takes, by the plan for its machine: seconds and cost so far and to the end.
-
-    None for a run that is done, or on a machine or with a verifier the plan does not know.
-    """
-    machine = machine_of(ledger)
-    if machine is None or ledger["status"] in ("done", "no_go"):
-        return None
-    settings = Settings.model_validate(ledger["settings"])
-    try:
-        verifier = verifier_size(settings)
-        planned = plan(settings, with_disk(for_verifier(machine.rates, verifier), ledger), machine, verifier=verifier)
-    except MustFix:
-        return None
-    stages, left = ledger["stages"], Range(0.0, 0.0)
-    for stage in planned.stages:
-        # The engine's start is no stage of its own: it is paid with the first split that is not there.
-        name = "generate.eval" if stage.name == "engine start" else stage.name
-        record = stages.get(name, {"state": "pending"})
-        if record["state"] in ("pending", "running", "failed"):
-            done = record.get("seconds", 0.0) if stage.name != "engine start" else 0.0
-            left += Range(max(stage.seconds.low - done, 0.0), max(stage.seconds.high - done, 0.0))
-    seconds = sum(record.get("seconds", 0.0) for record in stages.values())
-    spent, price = ledger["cost"]["amount"], settings.rental.price_per_hour
-    text = f"So far {figures.seconds_text(seconds)}; to the end {span(left)} more by the plan for {machine.name}"
-    if price:
-        whole = Range(spent + left.low / 3600 * price, spent + left.high / 3600 * price)
-        text += f"; cost so far {figures.money_text(spent)}, in all {span(whole, figures.money_text)} {ledger['cost']['currency']}"
-    return {"seconds": seconds, "seconds_left": left.as_dict(), "cost": spent, "cost_left": left.times(price / 3600).as_dict(), "text": f"{text}."}
 
 
 def _total(planned: Plan, wanted: Callable[[str], bool]) -> Range:

@@ -6,6 +6,8 @@ away, a closed pipe or a locale without Unicode silences or replaces what is sho
 
 Plain lines carry a UTC time, no control codes, and at most one progress line (and one line of
 training figures) every five seconds, so that a night of logs stays readable.
+
+What the whole run still takes and costs is computed elsewhere (forecast.py) and handed in as `outlook`.
 """
 
 import contextlib
@@ -14,7 +16,6 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
@@ -26,9 +27,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.reporting import figures
+from jobs.reporting.progress import Outlook, RateMeter
 
 SECONDS_BETWEEN_LINES = 5.0
-RATE_WINDOW_SECONDS = 60.0
 STANDARD_ERROR = 2
 # Of a line of the training log, what a person watches; the rest is for the curves.
 METRICS = (
@@ -91,56 +92,30 @@ class ForgivingStream(io.TextIOBase):
                 os.close(sink)
 
 
-class RateMeter:
-    """Rate and ETA from the last minute, so that a resumed or a slowing stage shows its present speed."""
-
-    def __init__(self, clock: Callable[[], float] | None = None):
-        self._clock = clock or time.monotonic
-        self._points: deque[tuple[float, float]] = deque()
-
-    def add(self, done: float) -> None:
-        now = self._clock()
-        if self._points and done < self._points[-1][1]:
-            self._points.clear()
-        self._points.append((now, done))
-        while len(self._points) > 2 and now - self._points[0][0] > RATE_WINDOW_SECONDS:
-            self._points.popleft()
-
-    def rate(self) -> float | None:
-        """Units a second, or None before two points in time."""
-        if len(self._points) < 2:
-            return None
-        (start, first), (end, last) = self._points[0], self._points[-1]
-        return (last - first) / (end - start) if end > start and last > first else None
-
-    def eta(self, total: float | None) -> float | None:
-        rate = self.rate()
-        return None if rate is None or total is None else max(0.0, total - self._points[-1][1]) / rate
-
-
 class _Screen(Progress):
-    """The live part of a terminal: the running stage, and one line of its latest figures under it."""
+    """The live part of a terminal: the running stage, one line of its latest figures, one about the whole run."""
 
     figures_line = ""
+    outlook: Outlook | None = None
 
     def get_renderables(self):
         yield self.make_tasks_table(self.tasks)
         if self.figures_line:
             yield Text("  " + self.figures_line, style="dim", no_wrap=True, overflow="ellipsis")
+        if self.outlook and self.tasks:
+            yield Text(f"  run: {_clean(self.outlook.line())}", no_wrap=True, overflow="ellipsis")
 
 
 class Display:
     """Made by `Display.open`; every method may be called from any thread, and none raises because of the screen."""
 
-    def __init__(self, stream: TextIO, *, live: bool, price_per_hour: float = 0.0, currency: str = "USD"):
+    def __init__(self, stream: TextIO, *, live: bool, outlook: Callable[[], str | None] | None = None):
         self.stream = ForgivingStream(stream)
         self._lock = threading.RLock()
-        self._price = price_per_hour
-        self._currency = currency
-        self._began = time.monotonic()
+        self._outlook = Outlook(outlook)
         self._stage = ""
-        self._stage_began = self._began
         self._meter = RateMeter()
+        self._measured: dict[str, Any] | None = None
         self._shown: dict[str, float] = {}
         self._held_metrics: dict[str, Any] = {}
         self._task: TaskID | None = None
@@ -152,16 +127,15 @@ class Display:
         mode: Literal["auto", "plain"] = "auto",
         *,
         stream: TextIO | None = None,
-        price_per_hour: float = 0.0,
-        currency: str = "USD",
+        outlook: Callable[[], str | None] | None = None,
     ) -> "Display":
         """`auto` is live on a terminal that can be redrawn, else plain; `stream` is standard error.
 
-        With a price the display shows what the run has cost so far.
+        `outlook` says in a few words what the whole run has taken and still takes; without it the time since now is shown.
         """
         stream = stream or sys.stderr
         able = ForgivingStream(stream).isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
-        return cls(stream, live=mode == "auto" and able, price_per_hour=price_per_hour, currency=currency)
+        return cls(stream, live=mode == "auto" and able, outlook=outlook)
 
     def __enter__(self) -> "Display":
         return self
@@ -184,6 +158,7 @@ class Display:
             redirect_stdout=False,
             redirect_stderr=self.stream._stream is sys.stderr,
         )
+        screen.outlook = self._outlook
         screen.start()
         return screen
 
@@ -191,20 +166,21 @@ class Display:
 
     def stage_started(self, name: str) -> None:
         with self._lock:
-            self._stage, self._stage_began = name, time.monotonic()
-            self._meter = RateMeter()
+            self._stage = name
+            self._meter, self._measured = RateMeter(), None
             self._shown.clear()
             self._held_metrics = {}
             if self._screen:
                 self._drop_task()
                 self._task = self._screen.add_task(_clean(name), total=None, line="")
             else:
-                self._line(f"{name}: started")
+                self._line(f"{name}: started; run: {self._outlook.line(at_once=True)}")
 
     def progress(self, done: float, total: float | None = None, unit: str = "", **extra: Any) -> None:
         """`done` of `total` (None: unknown) `unit` of the running stage; `extra` is shown as key=value."""
         with self._lock:
             self._meter.add(done)
+            self._measured = self._meter.measured(total, unit)
             finished = total is not None and done >= total
             line = self._progress_line(done, total, unit, extra)
             if self._screen and self._task is not None:
@@ -212,7 +188,11 @@ class Display:
             elif not self._screen and self._due("progress", at_once=finished and "complete" not in self._shown):
                 if finished:
                     self._shown["complete"] = time.monotonic()
-                self._line(f"{self._stage}: {line}")
+                self._line(f"{self._stage}: {line}; run: {self._outlook.line()}")
+
+    def measured(self) -> dict[str, Any] | None:
+        """How far the running stage is (`RateMeter.measured`), None before it said so. Takes no lock: the outlook asks for it."""
+        return self._measured
 
     def _progress_line(self, done: float, total: float | None, unit: str, extra: Mapping[str, Any]) -> str:
         counted = figures.bytes_text if unit == "bytes" else figures.count_text
@@ -227,13 +207,7 @@ class Display:
         if eta:
             parts.append(f"ETA {figures.clock_text(eta)}")
         parts += [f"{key}={figures.count_text(value)}" for key, value in extra.items()]
-        parts.append(f"elapsed {figures.clock_text(time.monotonic() - self._began)}")
-        if self._price:
-            parts.append(figures.money_text(self._cost_so_far(), self._currency))
         return ", ".join(parts)
-
-    def _cost_so_far(self) -> float:
-        return (time.monotonic() - self._began) / 3600 * self._price
 
     def metrics(self, values: Mapping[str, Any]) -> None:
         """The latest figures of training (a line of train.jsonl); a line that is a remark is shown at once."""

@@ -14,6 +14,7 @@ import pytest
 
 from jobs.errors import MustFix
 from jobs.rental import RentalClock, last_written
+from jobs.reporting.forecast import forecast
 from jobs.run import RunDirectory
 from jobs.settings import load
 
@@ -21,6 +22,8 @@ STAGE = """
 import sys, time
 from pathlib import Path
 from jobs import run
+from jobs.reporting.display import Display
+from jobs.reporting.forecast import forecast
 from jobs.settings import load
 
 run.METER_SECONDS = 0.05
@@ -28,16 +31,21 @@ directory = run.RunDirectory(Path(sys.argv[1]))
 directory.begin(load("smoke", overrides=["rental.price_per_hour=3600"], environment={}))
 directory.stage("generate.train")["state"] = "running"
 directory.save()
-with directory.metered("generate.train", 3600.0):
+display = Display.open("plain", outlook=lambda: forecast(directory.counted())["line"])
+display.stage_started("generate.train")
+done = int(sys.argv[2])
+with directory.metered("generate.train", 3600.0, display.measured):
     print("running", flush=True)
     while True:  # the ledger in memory changes all the time, as a stage may change it
         directory.ledger[f"key {time.monotonic()}"] = {}
+        display.progress(done, 10_000, "answers")
+        done += 1
         time.sleep(0.001)
 """
 
 
-def killed_after(folder, seconds: float) -> None:
-    process = subprocess.Popen([sys.executable, "-c", STAGE, str(folder)], stdout=subprocess.PIPE, text=True)
+def killed_after(folder, seconds: float, begin: int = 0) -> None:
+    process = subprocess.Popen([sys.executable, "-c", STAGE, str(folder), str(begin)], stdout=subprocess.PIPE, stderr=(folder.parent / "log").open("a"), text=True)
     assert process.stdout.readline() == "running\n"
     time.sleep(seconds)
     process.send_signal(signal.SIGKILL)
@@ -64,6 +72,34 @@ def test_a_killed_stage_has_been_paid_for(tmp_path):
     rental = load("smoke", overrides=["rental.price_per_hour=3600", f"rental.spending_limit={second / 2}", "rental.reserve_minutes=0"], environment={}).rental
     with pytest.raises(MustFix, match="The run has cost"):
         RentalClock(rental, RunDirectory(folder, read_only=True).ledger["cost"]["amount"]).require_time()
+
+
+def test_how_far_a_killed_stage_was_is_in_the_ledger_and_its_rest_is_known_by_it(tmp_path):
+    folder = tmp_path / "run"
+    killed_after(folder, 2.0, begin=5000)
+    ledger = ledger_of(folder)
+    ledger["stages"] |= {name: {"state": "done", "seconds": 1.0} for name in ledger["stages"] if name != "generate.train"}
+    ledger["loads_before"], ledger["verifier_loads"] = 0, 1
+    measured = ledger["stages"]["generate.train"]["progress"]
+    assert 5500 < measured["done"] < 10_000 and (measured["total"], measured["unit"], measured["from"]) == (10_000, "answers", 5000)
+    left = forecast(ledger)["stages"]["generate.train"]
+    rate = (measured["done"] - 5000) / measured["seconds"]
+    assert left["measured"] and left["low"] <= (10_000 - measured["done"]) / rate * 1.001 and left["high"] >= (10_000 - measured["done"]) / rate * 0.999
+    # Of the next start nothing is known at first: then what the last one left stands, and the display shows it.
+    killed_after(folder, 0.3, begin=9990)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert "generate.train: started; run: elapsed 0:00:0" in lines[0] and " more, cost " in lines[0]
+    assert ledger_of(folder)["stages"]["generate.train"]["progress"]["from"] == 9990
+
+
+def test_a_stage_that_was_finished_and_is_done_anew_begins_at_nothing(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.begin(load("smoke", environment={}))
+    for progress, kept in (({"done": 7, "total": 9}, {"done": 7, "total": 9}), ({"done": 9, "total": 9}, None)):
+        run.stage("baseline")["progress"] = progress
+        with run.metered("baseline", 0.0):
+            assert run.counted()["stages"]["baseline"]["progress"] == kept
+    run.close()
 
 
 def test_the_meter_is_no_progress(tmp_path):

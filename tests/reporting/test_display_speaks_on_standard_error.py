@@ -14,12 +14,27 @@ import time
 from pathlib import Path
 
 from jobs.reporting import figures
-from jobs.reporting.display import SECONDS_BETWEEN_LINES, Display, RateMeter
+from jobs.reporting.display import SECONDS_BETWEEN_LINES, Display
+from jobs.reporting.progress import RateMeter
 
 RUN = """
 import sys, time
+from jobs.reporting import progress
 from jobs.reporting.display import Display
-with Display.open("auto", price_per_hour=36.0, currency="EUR") as display:
+from jobs.reporting.forecast import forecast
+from jobs.settings import Settings
+
+progress.OUTLOOK_SECONDS = 0.2
+settings = Settings(job={"name": "hero"}, verifier={"model": "moonshotai/Kimi-K2.5"}, rental={"price_per_hour": 36.0, "currency": "EUR"})
+stages = {name: {"state": "done", "seconds": 900.0} for name in ("preflight", "fetch", "prompts", "generate.eval", "baseline")}
+ledger = {"status": "running", "settings": settings.as_dict(), "stages": stages, "machine": {"name": "8 x B300"}, "verifier_loads": 1, "loads_before": 0,
+          "cost": {"amount": 45.0, "currency": "EUR"}}
+
+def outlook():
+    stages["generate.train"] = {"state": "running", "seconds": 100.0, "progress": display.measured()}
+    return forecast(ledger)["line"]
+
+with Display.open("auto", outlook=outlook) as display:
     display.stage_started("generate.train")
     for done in range(0, 801, 100):
         display.progress(done, 800, "tokens", running=12)
@@ -78,10 +93,12 @@ def test_a_pipe_gets_plain_timed_lines_and_standard_output_stays_free():
     assert done.returncode == 0 and done.stdout == b"the one object of --json\n"
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text), "control codes in plain lines"
     timed = [line for line in text.splitlines() if re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ", line)]
-    assert timed[0].endswith("generate.train: started")
+    assert re.search(r"generate\.train: started; run: elapsed 1:16:40, \d.* to .* more, cost 45\.00, in all \d.* EUR$", timed[0])
     progress = [line for line in timed if "/800 tokens" in line]
     # The first line and the one that completes the stage; the seven between fall into the five seconds.
     assert [re.search(r"(\d+)/800", line)[1] for line in progress] == ["0", "800"]
+    assert all(re.search(r"; run: elapsed 1:16:40, .* more, cost 45\.00, in all [\d,.]+ to [\d,.]+ EUR$", line) for line in progress)
+    assert progress[-1].split("; run:")[1] != progress[0].split("; run:")[1], "what the stage has measured of itself counts"
     assert any("café  [31m two lines" in line for line in timed)
     assert any("step=20 loss=2.25" in line for line in timed), "the last figures of a stage are shown"
     assert any("done in 2.0 s, 800 tokens, 3 dropped, 400 tokens/s" in line for line in timed)
@@ -95,7 +112,9 @@ def test_a_terminal_gets_a_live_line_with_rate_eta_and_cost():
     assert "\x1b[?25l" in screen and screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l"), "the cursor is not given back"
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen)
     assert re.search(r"generate\.train .*\d+/800 tokens \(\d+ %\), [\d,]+ tokens/s", plain)
-    assert "ETA 0:00:0" in plain and "EUR" in plain
+    assert "ETA 0:00:0" in plain
+    whole = re.findall(r"run: elapsed 1:16:40, (.*?) more, cost 45\.00, in all (.*?) EUR", plain)
+    assert len(set(whole)) > 1, "the line about the whole run is brought up to date while the stage goes on"
     assert "step=20 loss=2.25 accuracy=[0.5 0.25]" in plain
     assert "a library's log line" in plain and "\x1b[31m two" not in screen
     assert "generate.train: done in 2.0 s" in plain and re.search(r"trained +2\.61", plain)
@@ -186,6 +205,38 @@ def test_at_most_one_progress_line_every_five_seconds(tmp_path: Path, monkeypatc
     lines = [line for line in log.read_text().splitlines() if "/1,000" in line]
     assert len(lines) == int(30 / SECONDS_BETWEEN_LINES) + 1
     assert "8.0 steps/s, ETA 0:01:3" in lines[-1]
+
+
+def test_an_outlook_that_fails_leaves_the_time_and_the_run_goes_on(tmp_path: Path):
+    asked = []
+
+    def broken() -> str:
+        asked.append(time.monotonic())
+        raise ZeroDivisionError
+
+    log = tmp_path / "log"
+    with log.open("w") as stream:
+        display = Display.open("plain", stream=stream, outlook=broken)
+        display.stage_started("train")
+        for step in range(2000):
+            display.progress(step, 2000, "steps")
+        display.close()
+    assert "train: started; run: elapsed 0:00:00" in log.read_text() and "2,000 steps" in log.read_text()
+    assert 1 <= len(asked) <= 2, "it is not computed at every step"
+
+
+def test_the_rate_over_this_start_and_that_of_the_last_minute_are_kept_for_the_forecast():
+    now = [0.0]
+    meter = RateMeter(clock=lambda: now[0])
+    meter.add(5000)
+    assert meter.measured(9000, "steps") == {"done": 5000, "total": 9000, "unit": "steps", "from": 5000, "seconds": 0.0, "per_second": None}
+    for second in range(1, 201):  # 1 step a second, then 2
+        now[0] = float(second)
+        meter.add(5000 + second + max(0, second - 100))
+    found = meter.measured(9000, "steps")
+    assert (found["done"], found["from"], found["seconds"], found["per_second"]) == (5300, 5000, 200.0, 2.0)
+    meter.add(10)  # another pass begins
+    assert meter.measured(9000, "steps")["from"] == 10
 
 
 def test_a_resumed_stage_shows_its_present_rate_not_the_average_since_zero():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jobs.errors import MustFix
-from jobs.reporting.choices import NEW_MACHINE_SECONDS, answers, forecast, places, spot
+from jobs.reporting.choices import NEW_MACHINE_SECONDS, answers, places, spot
 from jobs.reporting.plan import for_all_machines
 from jobs.reporting.stage_times import over_link
 from jobs.reporting.workload import Range
@@ -88,20 +88,3 @@ def test_the_command_line_answers():
 def test_a_range_of_money_is_a_range_of_hours():
     planned = plans()["8 x B300"]
     assert planned.cost == Range(pytest.approx(planned.seconds.low / 75), pytest.approx(planned.seconds.high / 75))
-
-
-def test_a_run_under_way_is_forecast_from_what_is_left():
-    job = settings("rental.machine=8 x B300")
-    planned = {plan.machine: plan for plan in for_all_machines(job)}["8 x B300"]
-    stages = {stage.name: {"state": "done", "seconds": 60.0} for stage in planned.stages if stage.name != "engine start"}
-    stages |= {"train": {"state": "running", "seconds": 100.0}, "push": {"state": "pending"}}
-    ledger = {"status": "running", "settings": job.as_dict(), "stages": stages, "machine": {"name": "8 x B300"}, "cost": {"amount": 200.0, "currency": "USD"}}
-    told = forecast(ledger)
-    left = planned.stage("train").seconds.high - 100 + planned.stage("push").seconds.high
-    assert told["seconds_left"]["high"] == pytest.approx(left) and told["cost_left"]["high"] == pytest.approx(left / 75)
-    assert "cost so far 200.00, in all" in told["text"]
-    stages["generate.eval"] = {"state": "pending"}
-    assert forecast(ledger)["seconds_left"]["low"] == pytest.approx(
-        told["seconds_left"]["low"] + planned.stage("generate.eval").seconds.low + planned.stage("engine start").seconds.low
-    ), "the verifier has to be loaded again"
-    assert forecast(ledger | {"status": "done"}) is None and forecast(ledger | {"machine": {"name": "a toaster", "gpus": ["Some Card"]}}) is None

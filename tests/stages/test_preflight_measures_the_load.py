@@ -8,7 +8,7 @@ import pytest
 from test_preflight_finds_what_would_fail import context
 
 from jobs.errors import MustFix
-from jobs.reporting.choices import forecast
+from jobs.reporting.forecast import forecast
 from jobs.reporting.machines import ENGINE_SECONDS, MACHINES, calibrate, for_verifier, with_disk
 from jobs.reporting.workload import KIMI_K25
 from jobs.settings import VerifierSettings, load
