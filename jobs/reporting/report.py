@@ -10,8 +10,7 @@ from outside.
 
 import itertools
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,9 @@ from markupsafe import Markup
 from jobs.errors import MustFix
 from jobs.reporting import charts, figures, measured
 from jobs.reporting.figures import mapping, number
+from jobs.reporting.forecast import forecast
+from jobs.reporting.tiles import expected_rows, facts
+from jobs.reporting.traced import figure, masked
 from jobs.storage.files import write_atomically
 
 EVENTS_SHOWN = 60
@@ -34,7 +36,6 @@ VERDICTS = {
     "interrupted": ("Interrupted", "warn"),
     "running": ("Not finished", "warn"),
 }
-CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+:[^/@\s]+@")
 
 
 class RunFiles:
@@ -100,25 +101,6 @@ def render(files: RunFiles) -> str:
     return environment.get_template("report.html").render(**page_of(files))
 
 
-def figure(text: Any, value: Any, path: Sequence[Any], file: str = "run.json", per: Sequence[Any] | None = None) -> Markup:
-    """A figure with its exact value and its source; `per` is the path of the figure it was divided by."""
-    value = masked(value) if isinstance(value, str) else value
-    source = pointer(file, path)
-    origin = source if per is None else f"{source} / {pointer(file, per)}"
-    divided = Markup("") if per is None else Markup(' data-per="{}"').format(pointer(file, per))
-    return Markup('<data value="{}" title="{}" data-source="{}"{}>{}</data>').format(json.dumps(value), origin, source, divided, text)
-
-
-def pointer(file: str, path: Iterable[Any]) -> str:
-    """`file#` and a JSON pointer (RFC 6901)."""
-    return f"{file}#" + "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
-
-
-def masked(text: Any) -> str:
-    """Settings hold no secrets by design; a password somebody put into a URL is not shown either."""
-    return CREDENTIALS.sub("…@", str(text))
-
-
 # What stands on the page ------------------------------------------------------------------------
 
 
@@ -127,7 +109,7 @@ def page_of(files: RunFiles) -> dict[str, Any]:
     heads = head_figures(files)
     stages = figures.stage_rows(run)
     word, tone = VERDICTS.get(str(run.get("status")), ("Unknown", "warn"))
-    currency = str(mapping(run.get("cost")).get("currency") or "")
+    currency, expected = str(mapping(run.get("cost")).get("currency") or ""), forecast(run)
     return {
         "job": str(run.get("job") or files.path.absolute().name),
         "verdict": {"word": word, "tone": tone, "lines": verdict_lines(files)},
@@ -135,7 +117,7 @@ def page_of(files: RunFiles) -> dict[str, Any]:
         "error": mapping(run.get("error")),
         "exit_code": run.get("exit_code"),
         "gate": mapping(run.get("gate")),
-        "facts": facts(files, stages, currency),
+        "facts": facts(run, stages, expected),
         "heads": heads,
         "no_speculation": number(mapping(mapping(run.get("acceptance")).get("none")).get("mean")),
         "acceptance_chart": acceptance_chart(files),
@@ -154,6 +136,7 @@ def page_of(files: RunFiles) -> dict[str, Any]:
         "training_notes": [masked(line["note"]) for line in files.training if "note" in line][-NOTES_SHOWN:],
         "stages": stages,
         "stages_chart": charts.duration_bars("Time by stage", [(row.name, row.seconds or 0.0, figures.seconds_text(row.seconds)) for row in stages if row.seconds]),
+        "expected": expected_rows(expected),
         "currency": currency,
         "errors_of_stages": {name: str(entry["error"]) for name, raw in mapping(run.get("stages")).items() if (entry := mapping(raw)).get("error")},
         "events": [event_row(event) for event in files.events[-EVENTS_SHOWN:]],
@@ -241,29 +224,6 @@ def drafted(files: RunFiles) -> int:
 
 def _most(files: RunFiles) -> int:
     return drafted(files) + 1
-
-
-def facts(files: RunFiles, stages: list[figures.StageRow], currency: str) -> list[tuple[str, Any]]:
-    """The tiles under the verdict."""
-    run = files.run
-    settings, machine = mapping(run.get("settings")), mapping(run.get("machine"))
-    verifier = mapping(settings.get("verifier"))
-    found: list[tuple[str, Any]] = []
-    if verifier.get("model"):
-        found.append(("Verifier", masked(verifier["model"])))
-    if machine.get("name"):
-        found.append(("Machine", masked(machine["name"])))
-    total = sum(row.seconds or 0.0 for row in stages)
-    if total:
-        found.append(("Time in stages", Markup('<data value="{}" data-sum="run.json#/stages/*/seconds">{}</data>').format(total, figures.seconds_text(total))))
-    amount = figures.amount_of(run.get("cost"))
-    if amount is not None:
-        path = ("cost", "amount") if isinstance(run.get("cost"), Mapping) else ("cost",)
-        found.append(("Cost", figure(figures.money_text(amount, currency), amount, path)))
-    loads = number(run.get("verifier_loads"))
-    if loads is not None:
-        found.append(("Verifier loads", figure(f"{loads:.0f}", run["verifier_loads"], ("verifier_loads",))))
-    return found
 
 
 def acceptance_chart(files: RunFiles) -> Markup:

@@ -12,6 +12,7 @@ from made_up_runs import HOSTILE, complete_ledger
 
 from jobs.errors import MustFix
 from jobs.reporting import charts, figures
+from jobs.reporting.forecast import forecast
 from jobs.reporting.report import write_report
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -67,10 +68,13 @@ class Page(HTMLParser):
 
 
 def looked_up(run: Path, source: str):
-    """The value behind `file#/json/pointer`; a .jsonl file is the list of its lines."""
+    """The value behind `file#/json/pointer`; a .jsonl file is the list of its lines, `forecast(file)` what follows from a ledger."""
     file, path = source.split("#")
-    text = (run / file).read_text()
-    found = [json.loads(line) for line in text.splitlines()] if file.endswith(".jsonl") else json.loads(text)
+    if file == "forecast(run.json)":
+        found = forecast(json.loads((run / "run.json").read_text()))
+    else:
+        text = (run / file).read_text()
+        found = [json.loads(line) for line in text.splitlines()] if file.endswith(".jsonl") else json.loads(text)
     for part in path.split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         found = found[int(part)] if isinstance(found, list) else found[part]
@@ -197,6 +201,43 @@ def test_a_run_that_stopped_early_has_a_page(stopped_run):
     words = " ".join(page_of(stopped_run).text.split())
     assert "Interrupted" in words and "Stopped by SIGTERM" in words and "run the same command again to continue" in words
     assert "could not be read" not in words, "the torn last line of a killed run is no problem"
+
+
+def test_a_run_that_is_not_over_says_what_it_still_takes_and_costs(stopped_run):
+    ledger = json.loads((stopped_run / "run.json").read_text())
+    ledger["stages"]["generate.train"] = {
+        "state": "running", "seconds": 420.0, "cost": 1.4583,
+        "progress": {"done": 300, "total": 900, "unit": "answers", "from": 0, "seconds": 300.0, "per_second": 1.5},
+    }  # fmt: skip
+    (stopped_run / "run.json").write_text(json.dumps(ledger))
+    expected = forecast(ledger)
+    page = page_of(stopped_run)
+    shown = {attributes.get("data-source"): (json.loads(attributes["value"]), text) for attributes, text in page.figures}
+    for end in ("low", "high"):
+        assert shown[f"forecast(run.json)#/seconds_left/{end}"] == (expected["seconds_left"][end], figures.seconds_text(expected["seconds_left"][end]))
+        assert shown[f"forecast(run.json)#/cost_in_all/{end}"] == (expected["cost_in_all"][end], figures.money_text(expected["cost_in_all"][end]))
+    assert shown["forecast(run.json)#/stages/generate.train/low"] == (400.0, "6.7 min") and shown["forecast(run.json)#/stages/generate.train/high"] == (600.0, "10.0 min")
+    words = " ".join(page.text.split())
+    for needed in ("Still expected", "Cost so far", "Cost expected in all", "What is left", "its own progress", "the plan"):
+        assert needed in words, needed
+
+
+def test_a_run_that_is_over_says_its_time_and_its_cost_and_expects_nothing(complete_run):
+    page = page_of(complete_run)
+    assert not any(str(attributes.get("data-source")).startswith("forecast") for attributes, _ in page.figures)
+    words, ledger = " ".join(page.text.split()), complete_ledger()
+    assert f"Time in stages {figures.seconds_text(sum(stage['seconds'] for stage in ledger['stages'].values()))}" in words
+    assert f"Cost {ledger['cost']['amount']:.2f} EUR" in words and "expected" not in words.lower() and "What is left" not in words
+
+
+def test_without_a_price_the_report_names_no_cost(stopped_run):
+    ledger = json.loads((stopped_run / "run.json").read_text())
+    ledger["settings"]["rental"]["price_per_hour"], ledger["cost"]["amount"] = 0.0, 0.0
+    for record in ledger["stages"].values():
+        record.pop("cost", None)
+    (stopped_run / "run.json").write_text(json.dumps(ledger))
+    words = " ".join(page_of(stopped_run).text.split())
+    assert "Still expected" in words and "EUR" not in words.split("Details")[0] and "Cost so far" not in words
 
 
 @pytest.mark.parametrize("contents", [{}, {"run.json": "{torn"}, {"run.json": "[]", "train.jsonl": "x\ny\n"}, {"run.json": '{"stages": 3, "acceptance": [], "machine": "box"}'}])
