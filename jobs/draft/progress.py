@@ -24,25 +24,31 @@ class Window:
     def __init__(self, ttt_steps: int, decay: float, device: torch.device):
         self.decay = decay ** torch.arange(ttt_steps, dtype=torch.float64)  # [K]
         self.sums = torch.zeros(4, ttt_steps, dtype=torch.float64, device=device)
+        self.disk = torch.zeros(2, 1, dtype=torch.float64, device=device)  # [2, world] from the first step on
         self.began = time.perf_counter()
-        self.used = self.rows = self.steps = self.bytes = 0
-        self.waited = self.flop = 0.0
+        self.used = self.rows = self.steps = 0
+        self.flop = 0.0
         self.stood = 0.0  # seconds that training stood still for a checkpoint
 
-    def add(self, sums: Tensor, used: int, rows: int, flop: float, waited: float, read: int) -> None:
-        """One optimizer step: `Unrolled` as `[4, k]`, rows without and with padding and arithmetic of
-        ALL ranks, and the seconds THIS rank waited for data and the bytes it read."""
+    def add(self, sums: Tensor, used: int, rows: int, flop: float, disk: Tensor) -> None:
+        """One optimizer step of ALL ranks: `Unrolled` as `[4, k]`, rows without and with padding, arithmetic, and
+        `[2, world]` of the seconds that each rank waited for data and the bytes it read."""
         self.sums[:, : sums.shape[1]] += sums
-        self.used, self.rows, self.steps = self.used + used, self.rows + rows, self.steps + 1
-        self.flop, self.waited, self.bytes = self.flop + flop, self.waited + waited, self.bytes + read
+        self.disk = self.disk + disk
+        self.used, self.rows, self.steps, self.flop = self.used + used, self.rows + rows, self.steps + 1, self.flop + flop
 
     def line(self, world: int, flops: float | None) -> dict[str, Any]:
-        """The figures so far; NaN never appears (a share of nothing is None). flops: what one device can do a second."""
+        """The figures so far; NaN never appears (a share of nothing is None). flops: what one device can do a second.
+
+        `data_wait` is that of the rank that waited longest, which all others wait for; of several ranks,
+        `data_wait_rank` says which one. Bytes are those that all ranks read.
+        """
         seconds = max(time.perf_counter() - self.began, 1e-9)
         sums = Unrolled(*self.sums.cpu())
         asked = sums.count > 0
         total = float((self.decay * sums.count).sum())
         chain = sums.chain / sums.count.clamp(min=1)
+        waited, read = self.disk.cpu()  # [world] each
         return {
             "loss": float((self.decay * sums.loss).sum()) / total if total else None,
             "loss_by_step": _listed(sums.loss / sums.count, asked),
@@ -54,9 +60,10 @@ class Window:
             "steps_per_second": self.steps / seconds,
             "mfu": self.flop / seconds / world / flops if flops else None,
             "memory_gib": _memory(self.sums.device) / 2**30,
-            "data_wait": self.waited / seconds,
+            "data_wait": float(waited.max()) / seconds,
+            **({"data_wait_rank": int(waited.argmax())} if world > 1 else {}),
             "checkpoint_wait": self.stood / seconds,
-            "read_bytes_per_second": self.bytes / seconds,
+            "read_bytes_per_second": float(read.sum()) / seconds,
             "padding": 1 - self.used / self.rows if self.rows else None,
         }
 
@@ -97,11 +104,12 @@ class Reporter:
 
     def name_a_slow_disk(self, figures: Mapping[str, Any]) -> None:
         """Says once that the disk cannot deliver what the step would take, with both rates; figures: `Window.line`."""
-        wait, read = figures["data_wait"], figures["read_bytes_per_second"]
+        wait, read, rank = figures["data_wait"], figures["read_bytes_per_second"], figures.get("data_wait_rank")
         if wait > DATA_WAIT and not self._disk_named:
             self._disk_named = True
+            slowest, ranks = ("", "") if rank is None else (f", rank {rank} the longest", " to all ranks")
             self.note(
-                f"training waits for data {wait:.0%} of the time: the disk delivers {read / 1e9:.2f} GB/s to this rank, the step would take "
+                f"training waits for data {wait:.0%} of the time{slowest}: the disk delivers {read / 1e9:.2f} GB/s{ranks}, the step would take "
                 f"{read / 1e9 / (1 - wait):.2f} GB/s; more RAM, a faster disk or states.dtype = fp8 would help"
             )
 

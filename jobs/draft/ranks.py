@@ -91,6 +91,26 @@ class Ranks:
                 raise found
 
 
+class StepSums:
+    """What the ranks tell each other in an optimizer step: everything in the one exchange that its sums need anyway.
+
+    sums: `Unrolled` as [4, k]; asked: [1], ranks that were asked to stop; disk: [2, world], seconds that each
+    rank waited for data and bytes it read. All of this rank until `exchange`, of all ranks afterwards.
+    """
+
+    def __init__(self, ranks: Ranks, ttt_steps: int):
+        self._ranks = ranks
+        self._shared = torch.zeros(4 * ttt_steps + 1 + 2 * ranks.world, dtype=torch.float64, device=ranks.device)
+        sums, self.asked, disk = self._shared.tensor_split((4 * ttt_steps, 4 * ttt_steps + 1))
+        self.sums, self.disk = sums.view(4, ttt_steps), disk.view(2, ranks.world)
+
+    def exchange(self, asked_to_stop: bool, waited: float, read: int) -> None:
+        """Sums everything over all ranks, in place; nothing here waits for the device."""
+        for place, value in ((self.asked, asked_to_stop), (self.disk[0, self._ranks.rank], waited), (self.disk[1, self._ranks.rank], read)):
+            place.fill_(value)  # an assignment would wait for the device
+        self._ranks.sum(self._shared)
+
+
 class HostCopy:
     """A tensor on its way to the host, without making the device wait, or the host before `get`."""
 

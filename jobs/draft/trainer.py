@@ -35,7 +35,7 @@ from jobs.draft.loss import TargetHead, Unroll, compiled, step_weights
 from jobs.draft.model import Eagle3Head, VerifierWeights
 from jobs.draft.packing import Plan
 from jobs.draft.progress import Reporter, Window
-from jobs.draft.ranks import HostCopy, Ranks, joined, out_of_memory_named, threads
+from jobs.draft.ranks import HostCopy, Ranks, StepSums, joined, out_of_memory_named, threads
 from jobs.draft.team import together
 from jobs.draft.update import REASONS, SPIKE, Update, learning_rate
 from jobs.draft.work import TrainResult, Work, prepared
@@ -198,22 +198,20 @@ class _Run:
         decay = step_weights(settings.ttt_decay, ttt_steps, self.ranks.device)  # [K]
         micro_rows = -(-settings.accumulate // self.ranks.world)
         waited, read = ahead.waited, ahead.bytes
-        shared = torch.zeros(4 * ttt_steps + 1, dtype=torch.float64, device=self.ranks.device)
-        sums = shared[:-1].view(4, ttt_steps)
-        shared[-1:].fill_(asked_to_stop)  # an assignment would wait for the device
+        of_all = StepSums(self.ranks, ttt_steps)
         for _ in range(micro_rows):
             row, documents = ahead.next()
-            sums += self._backward(row, documents, ttt_steps, decay)
-        self.ranks.sum(shared)
-        loss, count = (decay.double() * sums[0]).sum(), (decay.double() * sums[1]).sum()
+            of_all.sums += self._backward(row, documents, ttt_steps, decay)
+        of_all.exchange(asked_to_stop, ahead.waited - waited, ahead.bytes - read)
+        loss, count = (decay.double() * of_all.sums[0]).sum(), (decay.double() * of_all.sums[1]).sum()
         rate = learning_rate(self.step, self.plan.steps, settings, self.warm)
         norm, reason = self.update.step(loss, count, rate)
         used = sum(piece.rows for packed in self.plan.step_rows(self.step) for piece in packed)
         self.tokens += used
         rows = self.plan.rows * len(self.plan.step_rows(self.step))
         flop = used * flop_of_a_token(self.head.config, ttt_steps)
-        window.add(sums.where(reason == 0, 0.0), used, rows, flop, ahead.waited - waited, ahead.bytes - read)
-        outcome = torch.stack((loss, count, norm, reason, self.update.usual, shared[-1]))
+        window.add(of_all.sums.where(reason == 0, 0.0), used, rows, flop, of_all.disk)
+        outcome = torch.stack((loss, count, norm, reason, self.update.usual, of_all.asked[0]))
         return StepFacts(self.step, HostCopy(outcome))
 
     def _backward(self, row: PackedRow, documents: Documents, ttt_steps: int, decay: Tensor) -> Tensor:

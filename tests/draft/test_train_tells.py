@@ -6,10 +6,12 @@ import pytest
 from synthetic_states import Language, draft_ids, make_store, one_core, small_config  # noqa: F401 - a fixture
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_train_refuses_and_skips import new_head, run
+from train_in_process import lines, start, wait
 
 from jobs.draft.arithmetic import flop_of_a_token
 from jobs.draft.model import HeadConfig
 from jobs.draft.progress import Reporter
+from jobs.ports import free_port
 from jobs.storage.states import StateStore
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -60,6 +62,26 @@ def test_a_disk_that_cannot_deliver_is_named_once_with_both_rates(tmp_path):
     assert len(told) == 1 and "the step would take" in told[0], told
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_rank_that_waits_longest_is_named_with_what_all_ranks_read(tmp_path, slow):
+    """The step waits for it, whichever it is; the first rank alone, whose lines these are, would know of its own wait only."""
+    make_store(tmp_path / "states", [(4, 60)] * 64)
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    places = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | ({"SLOW_READS": "0.6"} if rank == slow else {}) for rank in range(2)]
+    processes = [start(tmp_path / "states", tmp_path / "run", environment=place, epochs=1, log_every=8) for place in places]
+    for process in processes:
+        code, error = wait(process, tmp_path / "run")
+        assert code == 0, error
+    told = lines(tmp_path / "run")
+    logged = [line for line in told if "loss" in line]
+    assert len(logged) == 4
+    for line in logged:
+        assert line["data_wait"] > 0.15 and line["data_wait_rank"] == slow, line
+        assert line["read_bytes_per_second"] / line["tokens_per_second"] == pytest.approx(4 * 32 * 4)
+    notes = [line["note"] for line in told if "the disk delivers" in line.get("note", "")]
+    assert len(notes) == 1 and f", rank {slow} the longest: the disk delivers " in notes[0] and " GB/s to all ranks, the step would take " in notes[0], notes
+
+
 def test_only_a_wait_over_two_per_cent_is_named(tmp_path):
     """Not measured on a run: on a busy machine any thread may come late."""
     lines: list[dict] = []
@@ -69,7 +91,7 @@ def test_only_a_wait_over_two_per_cent_is_named(tmp_path):
     for _ in range(2):
         reporter.name_a_slow_disk({"data_wait": 0.25, "read_bytes_per_second": 3e9})
     reporter.close()
-    assert len(lines) == 1 and "25% of the time: the disk delivers 3.00 GB/s to this rank, the step would take 4.00 GB/s" in lines[0]["note"]
+    assert len(lines) == 1 and "25% of the time: the disk delivers 3.00 GB/s, the step would take 4.00 GB/s" in lines[0]["note"]
 
 
 def test_arithmetic_of_the_real_head():

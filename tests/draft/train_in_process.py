@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -59,11 +60,24 @@ def lines(folder: Path) -> list[dict]:
 
 def _child(states: Path, folder: Path, environment: dict[str, str], changes: dict) -> None:
     os.environ.update(environment)
+    if "SLOW_READS" in os.environ:
+        _slow_reads(float(os.environ["SLOW_READS"]))
     if "DIE_AT" in os.environ:
         _die_at(*os.environ["DIE_AT"].rsplit(":", 1))
     descriptor = os.open(f"{folder}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(descriptor, 2)
     sys.exit(main(states, folder, changes))
+
+
+def _slow_reads(seconds: float) -> None:
+    """Every read from a store takes so much longer, as from a disk of this process alone."""
+    read = StateStore.read
+
+    def slowed(*arguments, **options):
+        time.sleep(seconds)
+        return read(*arguments, **options)
+
+    StateStore.read = slowed
 
 
 def _die_at(file: str, line: str) -> None:
