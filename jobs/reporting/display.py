@@ -103,7 +103,7 @@ class _Screen(Progress):
         if self.figures_line:
             yield Text("  " + self.figures_line, style="dim", no_wrap=True, overflow="ellipsis")
         if self.outlook and self.tasks:
-            yield Text(f"  run: {_clean(self.outlook.line())}", no_wrap=True, overflow="ellipsis")
+            yield Text(f"  run: {_clean(self.outlook.line())}")  # money at its end: rather a second line than an ellipsis
 
 
 class Display:

@@ -159,12 +159,22 @@ def _sentence(found: Mapping[str, Any], planned: Plan | None, late: list[str]) -
         text += f"to the end {_more(found)} more {by}by the plan for {planned.machine}"
     if late:
         text += f", which {' and '.join(late)} {'has' if len(late) == 1 else 'have'} outlasted"
-    return f"{text}{_money('; cost so far ', found)}."
+    return f"{text}{_money(found)}."
 
 
 def _line(found: Mapping[str, Any]) -> str:
-    more = f", {_more(found)} more" if found["seconds_left"] else ""
-    return f"elapsed {figures.clock_text(found['seconds'])}{more}{_money(', cost ', found)}"
+    """The sentence in the 80 columns of a terminal, hence without the cents of a large amount."""
+    text = f"elapsed {figures.clock_text(found['seconds'])}"
+    if found["seconds_left"]:
+        text += f", {_more(found)} more"
+    if found["cost"] is not None:
+        in_all = f" of {span(Range(**found['cost_in_all']), _round)}" if found["cost_in_all"] else ""
+        text += f", cost {_round(found['cost'])}{in_all} {found['currency']}"
+    return text
+
+
+def _round(amount: float) -> str:
+    return f"{amount:,.0f}" if amount >= 100 else figures.money_text(amount)
 
 
 def _more(found: Mapping[str, Any]) -> str:
@@ -172,11 +182,9 @@ def _more(found: Mapping[str, Any]) -> str:
     return span(left) if left.high else "0 s"
 
 
-def _money(before: str, found: Mapping[str, Any]) -> str:
+def _money(found: Mapping[str, Any]) -> str:
     if found["cost"] is None:
         return ""
-    if found["cost_in_all"] is None:
-        return f"{before}{figures.money_text(found['cost'], found['currency'])}"
-    return (
-        f"{before}{figures.money_text(found['cost'])}, in all {span(Range(**found['cost_in_all']), figures.money_text)} {found['currency']}"
-    )
+    so_far = f"; cost so far {figures.money_text(found['cost'])}"
+    in_all = f", in all {span(Range(**found['cost_in_all']), figures.money_text)}" if found["cost_in_all"] else ""
+    return f"{so_far}{in_all} {found['currency']}"

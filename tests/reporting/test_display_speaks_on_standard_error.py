@@ -93,11 +93,11 @@ def test_a_pipe_gets_plain_timed_lines_and_standard_output_stays_free():
     assert done.returncode == 0 and done.stdout == b"the one object of --json\n"
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text), "control codes in plain lines"
     timed = [line for line in text.splitlines() if re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ", line)]
-    assert re.search(r"generate\.train: started; run: elapsed 1:16:40, \d.* to .* more, cost 45\.00, in all \d.* EUR$", timed[0])
+    assert re.search(r"generate\.train: started; run: elapsed 1:16:40, \d.* to .* more, cost 45\.00 of \d.* EUR$", timed[0])
     progress = [line for line in timed if "/800 tokens" in line]
     # The first line and the one that completes the stage; the seven between fall into the five seconds.
     assert [re.search(r"(\d+)/800", line)[1] for line in progress] == ["0", "800"]
-    assert all(re.search(r"; run: elapsed 1:16:40, .* more, cost 45\.00, in all [\d,.]+ to [\d,.]+ EUR$", line) for line in progress)
+    assert all(re.search(r"; run: elapsed 1:16:40, .* more, cost 45\.00 of [\d,.]+ to [\d,.]+ EUR$", line) for line in progress)
     assert progress[-1].split("; run:")[1] != progress[0].split("; run:")[1], "what the stage has measured of itself counts"
     assert any("café  [31m two lines" in line for line in timed)
     assert any("step=20 loss=2.25" in line for line in timed), "the last figures of a stage are shown"
@@ -113,7 +113,7 @@ def test_a_terminal_gets_a_live_line_with_rate_eta_and_cost():
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen)
     assert re.search(r"generate\.train .*\d+/800 tokens \(\d+ %\), [\d,]+ tokens/s", plain)
     assert "ETA 0:00:0" in plain
-    whole = re.findall(r"run: elapsed 1:16:40, (.*?) more, cost 45\.00, in all (.*?) EUR", plain)
+    whole = re.findall(r"run: elapsed 1:16:40, (.*?) more, cost 45\.00 of (.*?) EUR", plain)
     assert len(set(whole)) > 1, "the line about the whole run is brought up to date while the stage goes on"
     assert "step=20 loss=2.25 accuracy=[0.5 0.25]" in plain
     assert "a library's log line" in plain and "\x1b[31m two" not in screen
