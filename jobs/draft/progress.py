@@ -60,7 +60,7 @@ class Window:
             "steps_per_second": self.steps / seconds,
             "mfu": self.flop / seconds / world / flops if flops else None,
             "memory_gib": _memory(self.sums.device) / 2**30,
-            "data_wait": float(waited.max()) / seconds,
+            "data_wait": min(1.0, float(waited.max()) / seconds),  # another rank's clock began a little earlier
             **({"data_wait_rank": int(waited.argmax())} if world > 1 else {}),
             "checkpoint_wait": self.stood / seconds,
             "read_bytes_per_second": float(read.sum()) / seconds,
@@ -110,7 +110,7 @@ class Reporter:
             slowest, ranks = ("", "") if rank is None else (f", rank {rank} the longest", " to all ranks")
             self.note(
                 f"training waits for data {wait:.0%} of the time{slowest}: the disk delivers {read / 1e9:.2f} GB/s{ranks}, the step would take "
-                f"{read / 1e9 / (1 - wait):.2f} GB/s; more RAM, a faster disk or states.dtype = fp8 would help"
+                f"{read / 1e9 / max(0.01, 1 - wait):.2f} GB/s; more RAM, a faster disk or states.dtype = fp8 would help"
             )
 
     def close(self) -> None:

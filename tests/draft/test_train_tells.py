@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 from synthetic_states import Language, draft_ids, make_store, one_core, small_config  # noqa: F401 - a fixture
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_train_refuses_and_skips import new_head, run
@@ -10,7 +11,7 @@ from train_in_process import lines, start, wait
 
 from jobs.draft.arithmetic import flop_of_a_token
 from jobs.draft.model import HeadConfig
-from jobs.draft.progress import Reporter
+from jobs.draft.progress import Reporter, Window
 from jobs.ports import free_port
 from jobs.storage.states import StateStore
 
@@ -92,6 +93,17 @@ def test_only_a_wait_over_two_per_cent_is_named(tmp_path):
         reporter.name_a_slow_disk({"data_wait": 0.25, "read_bytes_per_second": 3e9})
     reporter.close()
     assert len(lines) == 1 and "25% of the time: the disk delivers 3.00 GB/s, the step would take 4.00 GB/s" in lines[0]["note"]
+
+
+def test_a_rank_that_waited_longer_than_the_first_ones_clock_ran_waited_all_the_time(tmp_path):
+    lines: list[dict] = []
+    window, reporter = Window(3, 1.0, torch.device("cpu")), Reporter(lines.append, tmp_path)
+    window.add(torch.zeros(4, 3), 1, 1, 1.0, torch.tensor([[0.0, 3600.0], [1e6, 2e6]], dtype=torch.float64))
+    figures = window.line(2, None)
+    assert (figures["data_wait"], figures["data_wait_rank"]) == (1.0, 1)
+    reporter.name_a_slow_disk(figures)
+    reporter.close()
+    assert "100% of the time, rank 1 the longest" in lines[0]["note"]
 
 
 def test_arithmetic_of_the_real_head():
