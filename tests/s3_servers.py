@@ -1,8 +1,8 @@
-"""Two real S3 servers as subprocesses on loopback ports, for the tests of any folder.
+"""Two real S3 servers as subprocesses on loopback ports, for the tests of any folder; ceph_server.py is a third.
 
 Their quirks stand for those of real endpoints: moto honours `If-None-Match` and does not check
 Content-MD5, nor credentials before `key_that_may`; rclone ignores `If-None-Match`, checks credentials and Content-MD5, and
-gives multipart objects no `-N` ETag. What must hold, must hold on both.
+gives multipart objects no `-N` ETag. What must hold, must hold on all.
 
     with rclone_server(tmp_path) as server:
         server.make_bucket("heads")
@@ -51,9 +51,9 @@ class S3Server:
             "no_proxy": "127.0.0.1",
         }
 
-    def client(self):
+    def client(self, service: str = "s3"):
         return boto3.client(
-            "s3",
+            service,
             endpoint_url=self.endpoint_url,
             aws_access_key_id=ACCESS_KEY,
             aws_secret_access_key=SECRET_KEY,
@@ -66,15 +66,19 @@ class S3Server:
 
     def key_that_may(self, *actions: str) -> dict[str, str]:
         """Credentials, for a process's environment, that may do these s3 actions everywhere and nothing else; moto asks for them from now on."""
-        iam = boto3.client("iam", endpoint_url=self.endpoint_url, aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY, region_name="us-east-1", config=Config(proxies={}))
+        iam = self.client("iam")
         iam.create_user(UserName="limited")
-        policy = {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": [f"s3:{action}" for action in actions], "Resource": "*"}]}
-        if actions:
-            iam.put_user_policy(UserName="limited", PolicyName="limited", PolicyDocument=json.dumps(policy))
+        self.allow("limited", actions)
         key = iam.create_access_key(UserName="limited")["AccessKey"]
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         opener.open(urllib.request.Request(f"{self.endpoint_url}/moto-api/reset-auth", data=b"0", headers={"Content-Type": "text/plain"}), timeout=10).close()
         return self.environment | {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}
+
+    def allow(self, user: str, actions: tuple[str, ...]) -> None:
+        statement = {"Effect": "Allow", "Action": [f"s3:{action}" for action in actions], "Resource": "*"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+        if actions:
+            self.client("iam").put_user_policy(UserName=user, PolicyName="limited", PolicyDocument=policy)
 
     def keys(self, bucket: str) -> set[str]:
         return {item["Key"] for item in self.client().list_objects_v2(Bucket=bucket).get("Contents", [])}
@@ -85,7 +89,7 @@ def moto_server() -> Iterator[S3Server]:
     """moto's threaded server; its objects live in its memory."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with _running(command, port):
+    with running(command, port):
         yield S3Server("moto", f"http://127.0.0.1:{port}", honours_if_none_match=True, checks_credentials=False)
 
 
@@ -99,16 +103,16 @@ def rclone_server(folder: Path, *options: str) -> Iterator[S3Server]:
     port = free_port()
     command = [rclone, "serve", "s3", "--config", "", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"]
     command += ["--addr", f"127.0.0.1:{port}", *options, str(folder)]
-    with _running(command, port):
+    with running(command, port):
         yield S3Server("rclone", f"http://127.0.0.1:{port}", honours_if_none_match=False, checks_credentials=True)
 
 
 @contextlib.contextmanager
-def _running(command: list[str], port: int) -> Iterator[None]:
+def running(command: list[str], port: int, folder: Path | None = None) -> Iterator[None]:
     """Run a server until the block ends; it is up when it answers HTTP, whatever the status."""
     environment = {**os.environ, "AWS_EC2_METADATA_DISABLED": "true"}
     with tempfile.TemporaryFile() as log:  # not a pipe: moto logs every request, and stops once 64 KiB went unread
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=environment)
         try:
             _wait_for(process, command[0], port, log)
             yield

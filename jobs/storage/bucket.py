@@ -7,7 +7,7 @@ sha256 and lets the folder appear by one rename, so it never leaves half a one e
 Two heads cannot mix. Before the first file a publisher writes its claim (`publishing.json`: the sha256
 of its manifest) where none stands, and looks at it again before every file and before the manifest;
 another claim, or another manifest, is a MustFix. Servers that honour `If-None-Match: *` (AWS, R2,
-MinIO, moto) decide claim and manifest atomically. On servers that ignore it (rclone) the look before
+Ceph, MinIO, moto) decide claim and manifest atomically. On servers that ignore it (rclone) the look before
 and after leaves a window of one request; a mix made in it is found by the reader's sha256.
 
 Nothing is sent twice that arrived: a file counts as there when its size and its sha256 agree (the
@@ -154,7 +154,7 @@ def probe(uri: str, settings: PushSettings) -> dict[str, float | bool]:
     """Everything a push asks of a place, under its prefix: what preflight asks before money is spent.
 
     Puts, reads, compares and deletes a small object, and one of PROBED_BYTES in several parts. Returns the
-    bytes a second up and down, and whether an existing object is refused to be overwritten conditionally.
+    bytes a second up and down, and whether the place itself refuses the second of two writers (`If-None-Match: *`).
     MustFix: no credentials or wrong ones, no permission, no such bucket, an unwritable folder.
     TryAgain: an endpoint that does not answer (known after a few seconds).
     """
@@ -165,7 +165,7 @@ def probe(uri: str, settings: PushSettings) -> dict[str, float | bool]:
         try:
             if place.read_small(name) != data:
                 raise TryAgain("A test object came back changed", where=uri, remedy="check the endpoint")
-            conditional = not place.write_small(name, data, only_if_absent=True)
+            conditional = place.keeps_writers_apart(name, data)
         finally:
             place.delete(name)
         return _probe_parts(place, f"{name}-parts", settings) | {"conditional_put": conditional}

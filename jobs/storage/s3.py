@@ -27,6 +27,7 @@ from jobs.storage.manifest import FileEntry, UploadState
 from jobs.storage.multipart import MultipartUploads, integrity
 from jobs.storage.s3_client import ABSENT, NO_ANSWER, Body, BrokenOff, clients_for, error_code, explained
 
+_STANDS_THERE, _KNOWS_NO_CONDITION = {"PreconditionFailed", "412"}, {"NotImplemented", "501"}  # answers to `If-None-Match: *`
 _BLOCK = 1 << 18  # bytes: read, written and hashed while they are in a core's cache
 
 
@@ -123,14 +124,26 @@ class S3Destination:
         except BrokenOff:
             raise Interrupted("The upload was stopped", where=self.uri, remedy="run the same command to go on") from None
         except ClientError as error:
-            if only_if_absent and error_code(error) in {"PreconditionFailed", "412"}:
+            if only_if_absent and error_code(error) in _STANDS_THERE:
                 return False
-            if only_if_absent and error_code(error) in {"NotImplemented", "501"}:
+            if only_if_absent and error_code(error) in _KNOWS_NO_CONDITION:
                 return self.write_small(name, data)
             raise explained(error, self.uri) from None
         except BotoCoreError as error:
             raise explained(error, self.uri) from None
         return True
+
+    def keeps_writers_apart(self, name: str, data: bytes) -> bool:
+        """Asked without the look before that `write_small` takes: the server itself has to refuse."""
+        with self._explaining():
+            try:
+                self._put(name, data, hashlib.sha256(data).hexdigest(), IfNoneMatch="*")
+            except ClientError as error:
+                if error_code(error) in _STANDS_THERE:
+                    return True
+                if error_code(error) not in _KNOWS_NO_CONDITION:
+                    raise
+        return False
 
     def _put(self, name: str, data: bytes, sha256: str, should_stop: Callable[[], bool] = lambda: False, **extra: str) -> None:
         self._sending.put_object(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import s3_servers
+from ceph_server import ceph_server
 
 from jobs.backup import backup_uri
 from jobs.errors import MustFix, TryAgain
@@ -241,10 +242,11 @@ def test_a_bucket_that_may_be_read_only(tmp_path, monkeypatch):
     assert "s3://heads/x" in sentence_of(problem)
 
 
+@pytest.mark.parametrize("serve", [lambda folder: s3_servers.moto_server(), ceph_server], ids=["moto", "ceph"])
 @pytest.mark.parametrize("allowed", [(), ("ListBucket", "GetObject")])
-def test_a_key_without_permission(tmp_path, monkeypatch, allowed):
-    """moto enforces IAM's policies: nothing is allowed, or reading alone."""
-    with s3_servers.moto_server() as server:
+def test_a_key_without_permission(tmp_path, monkeypatch, allowed, serve):
+    """Both enforce IAM's policies: nothing is allowed, or reading alone."""
+    with serve(tmp_path / "store") as server:
         server.make_bucket("heads")
         for name, value in server.key_that_may(*allowed).items():
             monkeypatch.setenv(name, value)
@@ -257,9 +259,11 @@ def test_a_key_without_permission(tmp_path, monkeypatch, allowed):
     assert "The credentials have no permission: AccessDenied (s3://heads/x): the key needs s3:ListBucket, GetObject, PutObject" in sentence
 
 
-def test_a_wrong_key(tmp_path, monkeypatch):
-    (tmp_path / "store" / "heads").mkdir(parents=True)
-    with s3_servers.rclone_server(tmp_path / "store") as server:
+@pytest.mark.parametrize("serve", [s3_servers.rclone_server, ceph_server])
+def test_a_wrong_key(tmp_path, monkeypatch, serve):
+    (tmp_path / "store").mkdir()
+    with serve(tmp_path / "store") as server:
+        server.make_bucket("heads")
         for name, value in (server.environment | {"AWS_SECRET_ACCESS_KEY": "wrong"}).items():
             monkeypatch.setenv(name, value)
         made = context(tmp_path, "push.uri=s3://heads/x", f"push.endpoint_url={server.endpoint_url}", "push.path_style=true")

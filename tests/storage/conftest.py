@@ -1,8 +1,9 @@
-"""Both S3 servers, once a session; every test gets a bucket of its own."""
+"""Three S3 servers, once a session; every test gets a bucket of its own."""
 
 import itertools
 
 import pytest
+from ceph_server import ceph_server
 from s3_servers import S3Server, moto_server, rclone_server
 
 from jobs.settings import PushSettings
@@ -22,7 +23,13 @@ def rclone(tmp_path_factory):
         yield server
 
 
-@pytest.fixture(params=["moto", "rclone"])
+@pytest.fixture(scope="session")
+def ceph(tmp_path_factory):
+    with ceph_server(tmp_path_factory.mktemp("ceph")) as server:
+        yield server
+
+
+@pytest.fixture(params=["moto", "rclone", "ceph"])
 def server(request, monkeypatch) -> S3Server:
     """A real S3 server, its credentials in the environment."""
     running = request.getfixturevalue(request.param)
@@ -46,7 +53,7 @@ def settings(server) -> PushSettings:
     return PushSettings(endpoint_url=server.endpoint_url, path_style=True, part_mib=5, threads=2)
 
 
-@pytest.fixture(params=["moto", "rclone", "file"])
+@pytest.fixture(params=["moto", "rclone", "ceph", "file"])
 def place(request, tmp_path) -> tuple[str, PushSettings]:
     """(uri, settings) of an empty destination: what must hold, must hold for buckets and folders."""
     if request.param == "file":

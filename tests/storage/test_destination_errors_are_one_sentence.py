@@ -37,19 +37,23 @@ def test_a_good_destination_passes_and_keeps_nothing(place, tmp_path):
         assert list((tmp_path / "destination" / "head").iterdir()) == []
 
 
+def test_whether_a_server_keeps_two_writers_apart_is_said_by_the_server(server, bucket, settings):
+    """Not by the look that is taken before every conditional put, which finds the object on any server."""
+    assert probe(f"s3://{bucket}/head", settings)["conditional_put"] is server.honours_if_none_match
+    assert server.keys(bucket) == set()
+
+
 def test_a_bucket_that_does_not_exist(server, settings, tmp_path):
     calls = every_call("s3://no-such-bucket/head", settings, tmp_path)
     refusals(calls, MustFix, r"The bucket does not exist \(s3://no-such-bucket/head\): create it, or correct the address")
 
 
+@pytest.mark.parametrize("server", ["rclone", "ceph"], indirect=True)
 @pytest.mark.parametrize("variable", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
-def test_wrong_credentials(rclone, monkeypatch, tmp_path, variable):
-    """rclone checks them; moto lets everybody in."""
-    rclone.client().create_bucket(Bucket=f"mine-{variable.lower().replace('_', '-')}")
-    for name, value in {**rclone.environment, variable: "wrong"}.items():
-        monkeypatch.setenv(name, value)
-    settings = PushSettings(endpoint_url=rclone.endpoint_url, path_style=True)
-    calls = every_call(f"s3://mine-{variable.lower().replace('_', '-')}/head", settings, tmp_path)
+def test_wrong_credentials(server, bucket, settings, monkeypatch, tmp_path, variable):
+    """Not on moto, which lets everybody in."""
+    monkeypatch.setenv(variable, "wrong")
+    calls = every_call(f"s3://{bucket}/head", settings, tmp_path)
     refusals(calls, MustFix, r"The endpoint refuses the credentials: (InvalidAccessKeyId|SignatureDoesNotMatch)")
 
 

@@ -1,4 +1,4 @@
-"""Publish and pull over two real S3 servers and a folder: whole, verified, resumable, the manifest last."""
+"""Publish and pull over three real S3 servers and a folder: whole, verified, resumable, the manifest last."""
 
 import json
 import os
@@ -205,7 +205,7 @@ def test_a_corrupted_object_is_found_and_nothing_appears(place, request, tmp_pat
 
 
 def test_bytes_changed_on_the_way_are_never_published(bucket, server, settings, tmp_path):
-    """Content-MD5 where the server checks it (rclone), reading back where it does not (moto)."""
+    """Content-MD5 where the server checks it (rclone, Ceph), reading back where it does not (moto)."""
     head, uri = make_head(tmp_path / "head", 1), f"s3://{bucket}/head"
     with faulty_network(server.endpoint_url, swap=(b'{"sglang": 1}', b'{"sglang": 7}')) as network:
         careful = settings.model_copy(update={"endpoint_url": network.endpoint_url, "read_back": True})

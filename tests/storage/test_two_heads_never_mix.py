@@ -1,4 +1,4 @@
-"""Different heads at one address: one wins whole, the other is told so; on both servers and in a folder."""
+"""Different heads at one address: one wins whole, the other is told so; on every server and in a folder."""
 
 import os
 
