@@ -80,6 +80,16 @@ class CephServer(S3Server):
         (key,) = user["keys"]
         return self.environment | {"AWS_ACCESS_KEY_ID": key["access_key"], "AWS_SECRET_ACCESS_KEY": key["secret_key"]}
 
+    def limit(self, bucket: str, size: str) -> None:
+        """Let the bucket hold `size` (such as 10M) at most."""
+        for command in (f"set --max-size {size}", "enable"):
+            _tool(self.folder, f"radosgw-admin quota {command} --quota-scope bucket --uid owner --bucket {bucket}")
+
+    def suspend(self, key: dict[str, str]) -> None:
+        """Lock out the user of a key that `key_that_may` gave."""
+        user = json.loads(_tool(self.folder, f"radosgw-admin user info --access-key {key['AWS_ACCESS_KEY_ID']}"))["user_id"]
+        _tool(self.folder, f"radosgw-admin user suspend --uid {user}")
+
 
 @contextlib.contextmanager
 def ceph_server(folder: Path) -> Iterator[CephServer]:

@@ -25,6 +25,7 @@ from botocore.exceptions import (
     NoCredentialsError,
     PartialCredentialsError,
     ProfileNotFound,
+    SSLError,
 )
 from botocore.exceptions import ConnectionError as NoConnectionError
 from urllib3.exceptions import HTTPError
@@ -46,8 +47,10 @@ _WRONG_CREDENTIALS = {
     "ExpiredToken",
     "401",
     "InvalidSecurity",
+    "UserSuspended",  # Ceph
 }
 NO_PERMISSION = {"AccessDenied", "403", "AllAccessDisabled", "AccountProblem", "Forbidden"}
+_FULL = {"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded"}  # Ceph, MinIO
 ABSENT = {"NoSuchKey", "404", "NotFound"}
 _WRONG_REGION = {
     "PermanentRedirect",
@@ -74,6 +77,11 @@ def explained(error: Exception, uri: str) -> JobError:
     if isinstance(error, (NoCredentialsError, PartialCredentialsError, ProfileNotFound)):
         return MustFix("There are no credentials for the bucket", where=uri, remedy=_NAME_CREDENTIALS)
     said = " ".join(str(error).split())
+    if isinstance(error, SSLError) and "CERTIFICATE_VERIFY_FAILED" in said:
+        remedy = "set AWS_CA_BUNDLE to a file with its authority's certificate, or correct push.endpoint_url"
+        return MustFix(f"The endpoint's certificate is not trusted here: {said}", where=uri, remedy=remedy)
+    if isinstance(error, SSLError) and "WRONG_VERSION_NUMBER" in said:
+        return MustFix("The endpoint speaks no TLS", where=uri, remedy="correct push.endpoint_url: its port, or http:// instead of https://")
     if isinstance(error, (HTTPClientError, NoConnectionError, CredentialRetrievalError)):
         return TryAgain(
             f"The endpoint does not answer: {said}",
@@ -94,6 +102,8 @@ def explained(error: Exception, uri: str) -> JobError:
     if code in NO_PERMISSION:
         remedy = "the key needs s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload there"
         return MustFix(f"The credentials have no permission: {code}", where=uri, remedy=remedy)
+    if code in _FULL:
+        return MustFix(f"The bucket is full: {code}", where=uri, remedy="make room there or raise its quota, then run the same command again")
     if code in _WRONG_REGION:
         return MustFix(f"The bucket is in another region: {code}", where=uri, remedy="set push.region")
     if code == "RequestTimeTooSkewed":

@@ -57,6 +57,22 @@ def test_wrong_credentials(server, bucket, settings, monkeypatch, tmp_path, vari
     refusals(calls, MustFix, r"The endpoint refuses the credentials: (InvalidAccessKeyId|SignatureDoesNotMatch)")
 
 
+@pytest.mark.parametrize("server", ["ceph"], indirect=True)
+def test_a_full_bucket(server, bucket, settings, tmp_path):
+    server.limit(bucket, "1M")
+    calls = every_call(f"s3://{bucket}/head", settings, tmp_path)
+    refusals(calls[:1], MustFix, r"The bucket is full: QuotaExceeded \(s3://.*\): make room there or raise its quota")
+
+
+@pytest.mark.parametrize("server", ["ceph"], indirect=True)
+def test_a_user_who_was_locked_out(server, bucket, settings, monkeypatch, tmp_path):
+    key = server.key_that_may("*")
+    server.suspend(key)
+    for name, value in key.items():
+        monkeypatch.setenv(name, value)
+    refusals(every_call(f"s3://{bucket}/head", settings, tmp_path), MustFix, "The endpoint refuses the credentials: UserSuspended")
+
+
 def test_no_credentials_at_all(monkeypatch, tmp_path):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
