@@ -70,11 +70,12 @@ def _child(states: Path, folder: Path, environment: dict[str, str], changes: dic
 
 
 def _slow_reads(seconds: float) -> None:
-    """Every read from a store takes so much longer, as from a disk of this process alone."""
-    read = StateStore.read
+    """Reads from a store take so much longer, one after the other, as from a disk of this process alone."""
+    read, disk = StateStore.read, threading.Lock()
 
     def slowed(*arguments, **options):
-        time.sleep(seconds)
+        with disk:
+            time.sleep(seconds)
         return read(*arguments, **options)
 
     StateStore.read = slowed
