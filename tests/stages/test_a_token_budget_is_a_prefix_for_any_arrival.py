@@ -15,7 +15,7 @@ from arrivals import Arrivals
 from generate_in_process import SMALL, prepare, prompt, run
 
 from jobs.errors import Interrupted
-from jobs.stages import budget, generate
+from jobs.stages import answering, budget
 from jobs.stages.conversations import Conversation, read_conversations
 from jobs.storage.responses import scan_responses
 from jobs.verifier.chat import Chat
@@ -57,7 +57,7 @@ class Reference:
     def __init__(self, engine: Arrivals, limit: int, earlier: set[str]):
         self.engine, self.limit, self.earlier, self.held = engine, limit, earlier, 0
 
-    def __call__(self, work: generate.Answering) -> None:
+    def __call__(self, work: answering.Answering) -> None:
         conversations = work.conversations
         certain = [c for c in conversations if before(conversations, c.order, most) < self.limit]
         possible = [c for c in conversations if before(conversations, c.order, least) < self.limit]
@@ -118,12 +118,12 @@ class Lines:
 
     def trace(self, frame, event, _):
         code = frame.f_code
-        if event == "call" and code.co_filename != budget.__file__ and code is not generate.Answering._commit_what_is_certain.__code__:
+        if event == "call" and code.co_filename != budget.__file__ and code is not answering.Answering._commit_what_is_certain.__code__:
             return None
         self.count += event == "line"
         return self.trace
 
-    def __call__(self, work: generate.Answering) -> None:
+    def __call__(self, work: answering.Answering) -> None:
         self.places.append(self.count)
         self.held.append(len(work.engine.handed_out) - len(work.log))
 

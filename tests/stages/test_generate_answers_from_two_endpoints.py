@@ -28,7 +28,7 @@ from deepseek_reference import Reference  # noqa: E402
 from jobs.errors import TryAgain  # noqa: E402
 from jobs.ports import free_port  # noqa: E402
 from jobs.settings import VerifierSettings  # noqa: E402
-from jobs.stages import generate  # noqa: E402
+from jobs.stages import answering, generate  # noqa: E402
 from jobs.storage.states import StateStore  # noqa: E402
 from jobs.verifier.engine import VerifierEngine, VerifierFacts, prepare_environment  # noqa: E402
 from jobs.verifier.remote import RemoteAnswers  # noqa: E402
@@ -125,7 +125,7 @@ def responses(folder: Path) -> dict:
 
 
 def test_servers_that_die_change_nothing_that_is_kept(servers, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "CAPTURE_WAIT", 1.0)  # what is said of a machine with other work on it is not the subject
+    monkeypatch.setattr(answering, "CAPTURE_WAIT", 1.0)  # what is said of a machine with other work on it is not the subject
     (first, second), engine = servers
     whole, killed, stopped = (prepare(tmp_path / name, ROWS) for name in ("whole", "killed", "stopped"))
     greedy, alone = (prepare(tmp_path / name, ROWS[:6], generate=GREEDY) for name in ("greedy", "alone"))
