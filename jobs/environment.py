@@ -5,6 +5,7 @@ says would count for nothing without a word. So it is refused, like an unknown k
 """
 
 import difflib
+import re
 from collections.abc import Collection, Mapping
 
 ENVIRONMENT_PREFIX = "EAGLE3_"
@@ -29,6 +30,8 @@ OTHERS = {
     "EAGLE3_RUN_DIR": "given to rental.on_finish",
     "EAGLE3_PUBLISHED": "given to rental.on_finish: where the head is, empty where nowhere",
 }
+# What Kubernetes puts into every container for a Service, which may well be called eagle3-something.
+SERVICE = re.compile(r"_(SERVICE_HOST|(SERVICE_)?PORT(_[A-Z0-9_]+)?)$")
 
 
 def settings_in(environment: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
@@ -44,7 +47,8 @@ def unknown_in(environment: Mapping[str, str], known: Collection[str], also: Col
     also: names that are read besides `OTHERS`, such as that of the webhook.
     """
     read = {*settings_in(environment, known).values(), *OTHERS, *also}
-    return [f"{name} is no setting and nothing reads it{_nearest(name, known)}" for name in sorted(environment) if name.startswith(ENVIRONMENT_PREFIX) and name not in read]
+    ours = (name for name in sorted(environment) if name.startswith(ENVIRONMENT_PREFIX) and not SERVICE.search(name))
+    return [f"{name} is no setting and nothing reads it{_nearest(name, known)}" for name in ours if name not in read]
 
 
 def _is_setting(key: str, known: Collection[str]) -> bool:

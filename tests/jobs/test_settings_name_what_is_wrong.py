@@ -61,6 +61,11 @@ def test_an_unknown_key_in_a_file_and_in_the_environment_is_refused(tmp_path):
         load("smoke", environment={"EAGLE3_TRAIN__CLIPS": "1"})
 
 
+def test_what_kubernetes_says_of_a_service_of_that_name_is_let_pass():
+    said = {"EAGLE3_JOB_SERVICE_HOST": "10.0.0.1", "EAGLE3_JOB_SERVICE_PORT": "80", "EAGLE3_JOB_PORT": "tcp://10.0.0.1:80", "EAGLE3_JOB_PORT_80_TCP_ADDR": "10.0.0.1"}
+    assert load("smoke", environment=said) == load("smoke", environment={})
+
+
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
