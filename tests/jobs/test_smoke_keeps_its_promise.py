@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -118,3 +119,16 @@ def test_status_and_report_tell_the_same_story(smoke):
     assert code == 0 and status["acceptance"] == result["acceptance"] and status["published"] == result["published"]
     page = (folder / "report.html").read_text()
     assert f"{result['acceptance']['trained']:.2f}" in page and "http-equiv" not in page
+
+
+def test_the_whole_run_was_forecast_while_it_went_on(smoke):
+    """Each stage began with what was still expected; of the run that is over `status` tells the whole, and no price means no cost."""
+    folder, result, *_ = smoke
+    shown = [line for line in (folder.parent / f"{folder.name}.log").read_text().splitlines() if "; run: elapsed " in line]
+    begun = {line.split()[1].rstrip(":"): line for line in shown if ": started; run: elapsed " in line}
+    assert begun.keys() == result["stages"].keys() and all(line.endswith(" more") for line in shown), shown
+    assert any(re.search(r"train: [\d,]+/[\d,]+ steps .*; run: elapsed \d:\d\d:\d\d, \S", line) for line in shown)
+    progress = json.loads((folder / "run.json").read_text())["stages"]["train"]["progress"]
+    assert progress["done"] == progress["total"] == result["stages"]["train"]["counts"]["steps"]
+    _, status = job("status", str(folder))
+    assert status["forecast"] is None and re.search(r"In all [\d.]+ min\.$", status["text"])
