@@ -38,7 +38,11 @@ def capture_taps(vllm_config) -> tuple[int, ...]:
     taps = (extra.get(KEY) or ()) if isinstance(extra, dict) else ()
     whole = all(isinstance(tap, int) and not isinstance(tap, bool) and tap >= 0 for tap in taps)
     if not whole or list(taps) != sorted(set(taps)):
-        raise MustFix(f"Taps {list(taps)} are not ascending layer ids", where=f"additional_config[{KEY!r}]", remedy="name each id once, in ascending order, from 0 to the number of layers")
+        raise MustFix(
+            f"Taps {list(taps)} are not ascending layer ids",
+            where=f"additional_config[{KEY!r}]",
+            remedy="name each id once, in ascending order, from 0 to the number of layers",
+        )
     return tuple(taps)
 
 
@@ -75,7 +79,9 @@ def _check(vllm_config) -> None:
     parallel = vllm_config.parallel_config
     kimi_k25_eagle3.refuse_pipeline_parallelism(parallel.pipeline_parallel_size)
     if parallel.use_ubatching:
-        raise MustFix("EAGLE-3 taps cannot be read with micro-batches (enable_dbo, ubatch_size)", where="vLLM 0.16.0", remedy="switch them off")
+        raise MustFix(
+            "EAGLE-3 taps cannot be read with micro-batches (enable_dbo, ubatch_size)", where="vLLM 0.16.0", remedy="switch them off"
+        )
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0"):
         raise MustFix("EAGLE-3 taps are read from vLLM's first model runner", where="VLLM_USE_V2_MODEL_RUNNER", remedy="unset it")
     text_config = vllm_config.model_config.hf_text_config
@@ -108,7 +114,12 @@ def _patch_runner(module: ModuleType) -> None:
         ["self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states", "sample_hidden_states"]
         + ["aux_hidden_states", "spec_decode_metadata", "common_attn_metadata", "slot_mappings"],
     )
-    start, load, ids_of_drafter, propose = runner.__init__, runner.load_model, runner._get_eagle3_aux_layers_from_config, runner.propose_draft_token_ids
+    start, load, ids_of_drafter, propose = (
+        runner.__init__,
+        runner.load_model,
+        runner._get_eagle3_aux_layers_from_config,
+        runner.propose_draft_token_ids,
+    )
 
     @functools.wraps(start)
     def __init__(self, vllm_config, device) -> None:
@@ -138,9 +149,13 @@ def _patch_runner(module: ModuleType) -> None:
         return union
 
     @functools.wraps(propose)
-    def propose_draft_token_ids(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states, aux_hidden_states, *rest):
+    def propose_draft_token_ids(
+        self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states, aux_hidden_states, *rest
+    ):
         if not capture_taps(self.vllm_config):
-            return propose(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states, aux_hidden_states, *rest)
+            return propose(
+                self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states, aux_hidden_states, *rest
+            )
         reads = self.eagle3_job_drafter_reads_taps
         own = [aux_hidden_states[place] for place in self.eagle3_job_drafter_places] if reads else None  # [N, H] each
         self.use_aux_hidden_state_outputs = reads
@@ -176,7 +191,11 @@ def _require_interface(model) -> None:
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     if not supports_eagle3(model):
-        raise MustFix(f"{type(model).__name__} gives out no auxiliary hidden states", where="vLLM 0.16.0, SupportsEagle3", remedy="use a Kimi-K2.5, DeepSeek-V3, Llama or Qwen verifier")
+        raise MustFix(
+            f"{type(model).__name__} gives out no auxiliary hidden states",
+            where="vLLM 0.16.0, SupportsEagle3",
+            remedy="use a Kimi-K2.5, DeepSeek-V3, Llama or Qwen verifier",
+        )
 
 
 def _refuse_ids_the_model_skips(model, taps: tuple[int, ...]) -> None:
@@ -188,7 +207,9 @@ def _refuse_ids_the_model_skips(model, taps: tuple[int, ...]) -> None:
     last = len(language_model.model.layers) - 1
     outside = [tap for tap in taps if not 1 <= tap <= last]
     if outside:
-        raise MustFix(f"{type(model).__name__} gives out taps 1 to {last}, not {outside[0]}", where="EAGLE-3 taps", remedy="choose other layers")
+        raise MustFix(
+            f"{type(model).__name__} gives out taps 1 to {last}, not {outside[0]}", where="EAGLE-3 taps", remedy="choose other layers"
+        )
 
 
 SHIM = registry.Shim(

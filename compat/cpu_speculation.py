@@ -116,10 +116,16 @@ def _patch_sampler(module: ModuleType) -> None:
     def forward(self, metadata, draft_probs, logits, sampling_metadata):
         # Before the sampler's own kernels, which are Triton's too.
         if not sampling_metadata.all_greedy:
-            raise MustFix("Speculation on CPU verifies greedily only", where="sampling temperature above 0", remedy="set the temperature to 0, or run this on a GPU")
+            raise MustFix(
+                "Speculation on CPU verifies greedily only",
+                where="sampling temperature above 0",
+                remedy="set the temperature to 0, or run this on a GPU",
+            )
         return sample(self, metadata, draft_probs, logits, sampling_metadata)
 
-    def verify_greedily(draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids, sampling_metadata):
+    def verify_greedily(
+        draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids, sampling_metadata
+    ):
         truth = target_logits.argmax(dim=-1)  # [N]
         return rejection_sample(draft_token_ids, num_draft_tokens, max_spec_len, truth, bonus_token_ids, module.PLACEHOLDER_TOKEN_ID)
 

@@ -54,7 +54,9 @@ def default_taps(layers: int) -> tuple[int, int, int]:
         return 2, layers // 2, layers - 3
     if layers >= 4:
         return 1, layers // 2, layers - 1
-    raise MustFix(f"A target of {layers} layers has no three separate taps", where="EAGLE-3 taps", remedy="use a verifier of 4 or more layers")
+    raise MustFix(
+        f"A target of {layers} layers has no three separate taps", where="EAGLE-3 taps", remedy="use a verifier of 4 or more layers"
+    )
 
 
 def refuse_pipeline_parallelism(stages: int) -> None:
@@ -191,7 +193,9 @@ def _implement_interface(model_class: type, decoder_of) -> None:
         last = len(decoder.layers)
         outside = [layer for layer in layers if not 0 <= layer <= last]
         if outside:
-            raise MustFix(f"Tap {outside[0]} lies outside the verifier's {last} layers", where="EAGLE-3 taps", remedy=f"use ids from 0 to {last}")
+            raise MustFix(
+                f"Tap {outside[0]} lies outside the verifier's {last} layers", where="EAGLE-3 taps", remedy=f"use ids from 0 to {last}"
+            )
         decoder.aux_hidden_state_layers = tuple(layers)
 
     def get_eagle3_aux_hidden_state_layers(self) -> tuple[int, ...]:

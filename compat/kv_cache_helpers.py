@@ -72,7 +72,16 @@ def _patch_scheduler(module: ModuleType) -> None:
     registry.expect(
         NAME,
         scheduler.__init__,
-        ["self", "vllm_config", "kv_cache_config", "structured_output_manager", "block_size", "mm_registry", "include_finished_set", "log_stats"],
+        [
+            "self",
+            "vllm_config",
+            "kv_cache_config",
+            "structured_output_manager",
+            "block_size",
+            "mm_registry",
+            "include_finished_set",
+            "log_stats",
+        ],
     )
     start = scheduler.__init__
 

@@ -75,7 +75,11 @@ def _patch(module: ModuleType) -> None:
         budget = scheduler.max_num_batched_tokens if loses_chunks else None
         longest = max(map(len, sequences))
         if budget is not None and longest > budget:
-            raise MustFix(f"A sequence of {longest} tokens does not fit into one forward pass of {budget}", where="speculators 0.3.0 loses later chunks", remedy="raise max_model_len of the generator")
+            raise MustFix(
+                f"A sequence of {longest} tokens does not fit into one forward pass of {budget}",
+                where="speculators 0.3.0 loses later chunks",
+                remedy="raise max_model_len of the generator",
+            )
         results = []
         for part in batches([len(ids) for ids in sequences], scheduler.max_num_seqs, budget):
             given = generate(self, sequences[part])
@@ -93,7 +97,10 @@ def _check(generator, sequences: list[list[int]], results: list[dict]) -> None:
     for place, (ids, result) in enumerate(zip(sequences, results, strict=True)):
         rows = {len(state) for state in result["hidden_states"]}
         if result["input_ids"].tolist() != list(ids)[:longest] or rows != {len(result["input_ids"])}:
-            raise JobError(f"speculators' generator returned another sequence at place {place}, or {rows} rows for {len(ids)} tokens", where="compat.speculators_results")
+            raise JobError(
+                f"speculators' generator returned another sequence at place {place}, or {rows} rows for {len(ids)} tokens",
+                where="compat.speculators_results",
+            )
 
 
 SHIM = registry.Shim(

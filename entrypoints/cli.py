@@ -65,13 +65,19 @@ def _run(arguments: list[str]) -> tuple[int, dict[str, Any]]:
         return error.exit_code, {"status": "done", "exit_code": error.exit_code, "error": None}
     except click.ClickException as error:
         error.show()
-        return error.exit_code, _failure("failed", error.exit_code, {"message": error.format_message(), "where": "command line", "remedy": "see --help"})
+        return error.exit_code, _failure(
+            "failed", error.exit_code, {"message": error.format_message(), "where": "command line", "remedy": "see --help"}
+        )
     except JobError as error:
         return _report(error, arguments)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, (KeyboardInterrupt, click.Abort)):
             return 75, _failure("interrupted", 75, {"message": "Stopped by SIGINT", "where": None, "remedy": "run the same command again"})
-        return _report(JobError(f"This is a bug: {type(error).__name__}: {error}", remedy="run again with --debug and report the traceback"), arguments, error)
+        return _report(
+            JobError(f"This is a bug: {type(error).__name__}: {error}", remedy="run again with --debug and report the traceback"),
+            arguments,
+            error,
+        )
 
 
 def _report(error: JobError, arguments: list[str], cause: BaseException | None = None) -> tuple[int, dict[str, Any]]:
@@ -106,11 +112,15 @@ def cli() -> None:
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line of standard output.")
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-set_option = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="One setting, e.g. train.epochs=2 (TOML's notation).")
+set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="One setting, e.g. train.epochs=2 (TOML's notation)."
+)
 run_argument = click.argument("run", type=click.Path(path_type=Path))
 
 
-run_dir_option = click.option("--run-dir", type=click.Path(path_type=Path), help="Where everything of the run lives; default runs/<job.name>.")
+run_dir_option = click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="Where everything of the run lives; default runs/<job.name>."
+)
 
 
 def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +181,13 @@ def preflight(job: str, run_dir: Path | None, overrides: tuple[str, ...], as_jso
 @click.argument("job")
 @set_option
 @click.option("--calibrate", type=click.Path(path_type=Path), metavar="RUN", help="Take the rates from a finished run.")
-@click.option("--for", "amount", type=click.FloatRange(min=0, min_open=True), metavar="AMOUNT", help="How many training samples this much money pays for.")
+@click.option(
+    "--for",
+    "amount",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="AMOUNT",
+    help="How many training samples this much money pays for.",
+)
 @json_option
 @debug_option
 def plan(job: str, overrides: tuple[str, ...], calibrate: Path | None, amount: float | None, as_json: bool, debug: bool) -> dict[str, Any]:
@@ -224,7 +240,9 @@ def report(run: Path, as_json: bool, debug: bool) -> dict[str, Any]:
 @cli.command()
 @run_argument
 @set_option
-@click.option("--whole", metavar="URI", help="Save the run itself there, hidden states included, to go on with on another machine (--resume-from).")
+@click.option(
+    "--whole", metavar="URI", help="Save the run itself there, hidden states included, to go on with on another machine (--resume-from)."
+)
 @json_option
 @debug_option
 def push(run: Path, overrides: tuple[str, ...], whole: str | None, as_json: bool, debug: bool) -> dict[str, Any]:
@@ -282,7 +300,7 @@ def doctor(as_json: bool, debug: bool) -> dict[str, Any]:
 @debug_option
 def settings_(as_json: bool, debug: bool) -> dict[str, Any]:
     """Every setting with its meaning, as --set takes it."""
-    from jobs.settings import documented
+    from jobs.job_file import documented
 
     known = documented()
     return {"settings": dict(known), "text": "\n".join(f"{key:40} {text}" for key, text in known)}

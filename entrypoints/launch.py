@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from jobs.environment import ENVIRONMENT_PREFIX
 from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix
+from jobs.job_file import load
 from jobs.rental import LAST_WORDS_SECONDS, RentalClock, RentalWatch, ended, say_what_is_saved
 from jobs.run import ON_REQUEST, STAGES, Context, RunDirectory, is_asked_for
-from jobs.settings import ENVIRONMENT_PREFIX, RentalSettings, Settings, load
+from jobs.settings import RentalSettings, Settings
 
 
 def job(
@@ -61,7 +63,11 @@ def preflight(name: str, run_dir: Path | None, overrides: Sequence[str]) -> dict
     try:
         folder = tempfile.TemporaryDirectory(prefix=".eagle3-preflight-", dir=disk)
     except OSError as error:
-        raise MustFix(f"The run directory cannot be written: {error.strerror}", where=str(disk), remedy=f"give user {os.getuid()} write permission there or take another --run-dir") from error
+        raise MustFix(
+            f"The run directory cannot be written: {error.strerror}",
+            where=str(disk),
+            remedy=f"give user {os.getuid()} write permission there or take another --run-dir",
+        ) from error
     with folder:
         try:
             result = _run(settings, Path(folder.name), only="preflight", report=False)
@@ -94,7 +100,12 @@ def status(path: Path) -> dict[str, Any]:
 
     ledger = RunDirectory(path, read_only=True).ledger
     expected, text = forecast(ledger), f"{summary_text(ledger)}\n{told(ledger)}"
-    return _summary(ledger, path, loads=ledger["verifier_loads"]) | {"exit_code": EXIT_DONE, "run_exit_code": ledger["exit_code"], "forecast": expected, "text": text}
+    return _summary(ledger, path, loads=ledger["verifier_loads"]) | {
+        "exit_code": EXIT_DONE,
+        "run_exit_code": ledger["exit_code"],
+        "forecast": expected,
+        "text": text,
+    }
 
 
 def pull(uri: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -105,7 +116,11 @@ def pull(uri: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     if bucket.destination(uri, settings.push).read_small(bucket.MANIFEST) is None:
         state = restored(uri, folder, settings, RentalClock(RentalSettings()))  # no rented machine is waiting for it
         if state is not None:
-            return {"files": sorted(state["files"]), "folder": str(folder), "text": f"the run saved at {state['saved']} is in {folder}: {len(state['files'])} files verified"}
+            return {
+                "files": sorted(state["files"]),
+                "folder": str(folder),
+                "text": f"the run saved at {state['saved']} is in {folder}: {len(state['files'])} files verified",
+            }
     manifest = bucket.pull(uri, folder, settings.push)
     return {"files": manifest["files"], "folder": str(folder), "text": f"{len(manifest['files'])} files verified in {folder}"}
 
@@ -126,7 +141,9 @@ def save(path: Path, uri: str, overrides: Sequence[str]) -> dict[str, Any]:
     finally:
         should_stop.restore()
         run.close()
-    return dataclasses.asdict(done) | {"text": f"{done.files} files, {done.bytes / 1e9:.2f} GB saved to {uri}, {done.bytes_sent / 1e9:.2f} GB of them sent now; continue elsewhere with --resume-from {uri}"}
+    return dataclasses.asdict(done) | {
+        "text": f"{done.files} files, {done.bytes / 1e9:.2f} GB saved to {uri}, {done.bytes_sent / 1e9:.2f} GB of them sent now; continue elsewhere with --resume-from {uri}"
+    }
 
 
 def verify_states(path: Path) -> dict[str, Any]:
@@ -234,7 +251,11 @@ def _work(
                 run.save()
             _complete(translated, context)
             # What the person reads as JSON tells where the run stands, on failure too.
-            translated.summary = _summary(run.ledger, path, context.loads) | {"exit_code": translated.exit_code, "error": translated.as_dict(), "unsaved": _unsaved(context)}
+            translated.summary = _summary(run.ledger, path, context.loads) | {
+                "exit_code": translated.exit_code,
+                "error": translated.as_dict(),
+                "unsaved": _unsaved(context),
+            }
             if translated is error:
                 raise
             raise translated from error
@@ -311,7 +332,10 @@ def _last_words(run: RunDirectory, display: Any) -> None:
 
 
 def _summary(ledger: dict[str, Any], path: Path, loads: int) -> dict[str, Any]:
-    stages = {name: {"state": s["state"], "seconds": s.get("seconds", 0.0), "counts": s.get("counts") or {}} for name, s in ledger.get("stages", {}).items()}
+    stages = {
+        name: {"state": s["state"], "seconds": s.get("seconds", 0.0), "counts": s.get("counts") or {}}
+        for name, s in ledger.get("stages", {}).items()
+    }
     return {
         "status": ledger.get("status"), "exit_code": ledger.get("exit_code"), "error": ledger.get("error"), "run_dir": str(path.absolute()), "stages": stages,
         "verifier_loads": loads, "acceptance": {name: figure["mean"] for name, figure in ledger.get("acceptance", {}).items()},
@@ -358,7 +382,9 @@ def _earlier_settings(path: Path, name: str) -> dict[str, Any] | None:
         return None
     ledger = RunDirectory(path, read_only=True).ledger
     if ledger["job"] != name:
-        raise MustFix(f"The folder holds a run of the job {ledger['job']!r}, not {name!r}", where=str(path), remedy="take another --run-dir")
+        raise MustFix(
+            f"The folder holds a run of the job {ledger['job']!r}, not {name!r}", where=str(path), remedy="take another --run-dir"
+        )
     return ledger["settings"]
 
 

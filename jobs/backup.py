@@ -88,7 +88,9 @@ class Backup:
         self._thread = threading.Thread(target=self._work, name="backup", daemon=True)
 
     def __enter__(self) -> "Backup":
-        self._context.note(f"the run is saved to {self._saver.uri} every {self._seconds / 60:g} minutes; on another machine --resume-from it")
+        self._context.note(
+            f"the run is saved to {self._saver.uri} every {self._seconds / 60:g} minutes; on another machine --resume-from it"
+        )
         self._thread.start()
         return self
 
@@ -131,7 +133,9 @@ class Backup:
             done = self._save_in_time(lambda: time.monotonic() > self._until or broken_off())
             if isinstance(done, Saved):
                 size, sent = done.bytes / 1e9, done.bytes_sent / 1e9
-                self._context.display.note(f"the run is saved to {done.uri}: {done.files} files, {size:.2f} GB, {sent:.2f} GB of them sent now")
+                self._context.display.note(
+                    f"the run is saved to {done.uri}: {done.files} files, {size:.2f} GB, {sent:.2f} GB of them sent now"
+                )
                 return
             passing = isinstance(done, (TryAgain, OSError))
             if not passing or broken_off() or time.monotonic() + pause > began + min(seconds, patience):
@@ -148,7 +152,7 @@ class Backup:
         while not self._ended.is_set():
             self._wake.clear()
             stop, stopped = self._context.should_stop, self._context.should_stop()
-            done = self._save(lambda stopped=stopped: time.monotonic() > self._until or (not stopped and stop()))
+            done = self._save(lambda stop=stop, stopped=stopped: time.monotonic() > self._until or (not stopped and stop()))
             if isinstance(done, NotOurs) and not self._ended.is_set():
                 self._ended.set()
                 stop.stop_for(done)
@@ -201,7 +205,9 @@ def bring_back(uri: str, path: Path, settings: Settings) -> None:
     elif restored(uri, path, settings, RentalClock(settings.rental)) is None:
         # A managed job has one command for its first machine and for the later ones.
         if uri not in (settings.push.uri, backup_uri(settings, path)):
-            raise MustFix("No run is saved there", where=uri, remedy="check the address; to begin a run that is saved there, give it as push.uri, too")
+            raise MustFix(
+                "No run is saved there", where=uri, remedy="check the address; to begin a run that is saved there, give it as push.uri, too"
+            )
         print(f"eagle3-job: no run is saved at {uri} yet: this one begins", file=sys.stderr)
 
 

@@ -12,24 +12,30 @@ def contradictions(settings: "Settings") -> list[str]:
     v, p, g, t = settings.verifier, settings.prompts, settings.generate, settings.train
     found = []
     if p.max_prompt_tokens >= v.max_model_len:
-        found.append(f"prompts.max_prompt_tokens = {p.max_prompt_tokens} leaves no room for an answer within verifier.max_model_len = {v.max_model_len}")
+        found.append(
+            f"prompts.max_prompt_tokens = {p.max_prompt_tokens} leaves no room for an answer within verifier.max_model_len = {v.max_model_len}"
+        )
     replicas = v.data_parallel_size or v.tensor_parallel_size
     if v.parallel.startswith("dp") and (v.tensor_parallel_size < 2 or v.tensor_parallel_size % replicas):
-        found.append(f"verifier.parallel = {v.parallel!r} needs 2 or more GPUs, and {replicas} replicas do not divide verifier.tensor_parallel_size = {v.tensor_parallel_size}")
+        found.append(
+            f"verifier.parallel = {v.parallel!r} needs 2 or more GPUs, and {replicas} replicas do not divide verifier.tensor_parallel_size = {v.tensor_parallel_size}"
+        )
     if v.data_parallel_size and not v.parallel.startswith("dp"):
-        found.append(f"verifier.data_parallel_size = {v.data_parallel_size} is for verifier.parallel = \"dp\" or \"dp_ep\", not {v.parallel!r}")
+        found.append(f'verifier.data_parallel_size = {v.data_parallel_size} is for verifier.parallel = "dp" or "dp_ep", not {v.parallel!r}')
     if v.taps is not None and len(v.taps) != 3:
         found.append(f"verifier.taps names {len(v.taps)} layers, an EAGLE-3 head reads 3")
     if v.taps is not None and len(set(v.taps)) != len(v.taps):
         found.append(f"verifier.taps = {list(v.taps)} names a layer twice")
     if sum(m.samples for m in p.mix) >= p.train_samples:
-        found.append(f"prompts.mix takes {sum(m.samples for m in p.mix)} of prompts.train_samples = {p.train_samples}, nothing is left for prompts.source")
+        found.append(
+            f"prompts.mix takes {sum(m.samples for m in p.mix)} of prompts.train_samples = {p.train_samples}, nothing is left for prompts.source"
+        )
     if t.max_length > t.tokens_per_step:
         found.append(f"train.max_length = {t.max_length} does not fit into train.tokens_per_step = {t.tokens_per_step}")
     if t.heads and t.kv_heads and t.heads % t.kv_heads:
         found.append(f"train.heads = {t.heads} is no multiple of train.kv_heads = {t.kv_heads}")
     if g.backend == "speculators" and not g.responses:
-        found.append("generate.backend = \"speculators\" only extracts states of existing responses: name them in generate.responses")
+        found.append('generate.backend = "speculators" only extracts states of existing responses: name them in generate.responses')
     found += _of_endpoints(settings)
     found += _of_speculation(settings)
     if t.fp8 and t.precision != "bf16":
@@ -65,7 +71,9 @@ def contradictions(settings: "Settings") -> list[str]:
         found.append("rental.spending_limit needs rental.price_per_hour: nothing is spent at a price of 0")
     saved = settings.push.backup_uri is not None and settings.push.backup != "off"
     if settings.rental.on_finish and settings.push.uri is None and not saved:
-        found.append("rental.on_finish would end the machine with the only head on it: give push.uri (or push.backup_uri) an address that outlives it, s3://… or a file:///… of another disk")
+        found.append(
+            "rental.on_finish would end the machine with the only head on it: give push.uri (or push.backup_uri) an address that outlives it, s3://… or a file:///… of another disk"
+        )
     return found
 
 
@@ -76,7 +84,9 @@ def _of_endpoints(settings: "Settings") -> list[str]:
     for url in g.endpoints:
         if not re.fullmatch(r"https?://[^\s/@]+(/[^\s@]*)?", url):
             # The value is not repeated: it may hold a password.
-            found.append("generate.endpoints needs addresses such as http://host:8000, without a user or key in them: a key belongs into the environment variable VLLM_API_KEY")
+            found.append(
+                "generate.endpoints needs addresses such as http://host:8000, without a user or key in them: a key belongs into the environment variable VLLM_API_KEY"
+            )
     if len(set(g.endpoints)) != len(g.endpoints):
         found.append("generate.endpoints names a server twice")
     return found
@@ -90,11 +100,17 @@ def _of_speculation(settings: "Settings") -> list[str]:
     if g.speculate not in ("ngram", "best", *names):
         found.append(f"generate.speculate = {g.speculate!r} is neither `off`, `ngram`, `best` nor one of {names}")
     if g.speculate == "best" and not names:
-        found.append("generate.speculate = \"best\" needs a head in heads.candidates, or take ngram")
+        found.append('generate.speculate = "best" needs a head in heads.candidates, or take ngram')
     if g.responses or g.backend == "speculators":
-        found.append(f"generate.speculate = {g.speculate!r} drafts while the verifier decodes, and with generate.responses it decodes nothing")
+        found.append(
+            f"generate.speculate = {g.speculate!r} drafts while the verifier decodes, and with generate.responses it decodes nothing"
+        )
     if settings.verifier.parallel.startswith("dp"):
-        found.append(f"generate.speculate = {g.speculate!r} has not been tried with verifier.parallel = {settings.verifier.parallel!r}: choose off, or tp")
+        found.append(
+            f"generate.speculate = {g.speculate!r} has not been tried with verifier.parallel = {settings.verifier.parallel!r}: choose off, or tp"
+        )
     if g.endpoints:
-        found.append(f"generate.speculate = {g.speculate!r} is for this machine's engine, and with generate.endpoints others decode: give them their own --speculative-config")
+        found.append(
+            f"generate.speculate = {g.speculate!r} is for this machine's engine, and with generate.endpoints others decode: give them their own --speculative-config"
+        )
     return found

@@ -59,7 +59,7 @@ def run_pipeline(context: Context, *, redo: Iterable[str] = (), only: str | None
     missed: JobError | None = None
     try:
         for stage in PIPELINE:
-            if (only is not None and stage.NAME != only) or not is_asked_for(stage.NAME, context.settings):
+            if (only is not None and only != stage.NAME) or not is_asked_for(stage.NAME, context.settings):
                 continue
             context.should_stop.raise_if_set()
             if _stopped_by_gate(context, stage.NAME):
@@ -190,7 +190,7 @@ def refuse_stale_work(context: Context, stage: Any) -> None:
 
 def set_aside(context: Context, name: str) -> None:
     """Forget a stage's result for `--redo`; its files are kept under `superseded/`, never deleted."""
-    stage = next(stage for stage in PIPELINE if stage.NAME == name)
+    stage = next(stage for stage in PIPELINE if name == stage.NAME)
     folder = context.path / "superseded" / f"{name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     for path in stage.outputs(context):
         if path.exists() and path.is_relative_to(context.path):
@@ -209,15 +209,23 @@ def translate(error: Exception, path: Path) -> JobError:
     if isinstance(error, JobError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return MustFix("The disk is full", where=str(error.filename or path), remedy="free space there and run the same command again, nothing finished is lost")
+        return MustFix(
+            "The disk is full",
+            where=str(error.filename or path),
+            remedy="free space there and run the same command again, nothing finished is lost",
+        )
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return MustFix(f"{error.filename or path} cannot be written: {error.strerror}", where=str(path), remedy="give this user permission there")
+        return MustFix(
+            f"{error.filename or path} cannot be written: {error.strerror}", where=str(path), remedy="give this user permission there"
+        )
     if isinstance(error, torch.OutOfMemoryError):
         return MustFix(
             f"The GPU's memory is used up: {str(error).splitlines()[0]}", where=str(path),
             remedy="lower verifier.gpu_memory_utilization if the verifier is loaded, and see what else runs on that GPU",
         )  # fmt: skip
-    return JobError(f"This is a bug: {type(error).__name__}: {error}", where=str(path), remedy="run again with --debug and report the traceback")
+    return JobError(
+        f"This is a bug: {type(error).__name__}: {error}", where=str(path), remedy="run again with --debug and report the traceback"
+    )
 
 
 def _stopped_by_gate(context: Context, name: str) -> bool:

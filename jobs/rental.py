@@ -84,7 +84,11 @@ class RentalClock:
         """MustFix where there is no time or money left to begin with."""
         end = self.end()
         if end is not None:
-            raise MustFix(f"{end.message}, and this start would pass it", where="rental", remedy="set rental.deadline or rental.spending_limit to what is meant now")
+            raise MustFix(
+                f"{end.message}, and this start would pass it",
+                where="rental",
+                remedy="set rental.deadline or rental.spending_limit to what is meant now",
+            )
 
 
 def say_what_is_saved(error: JobError, uri: str | None, unsaved: str | None) -> None:

@@ -91,7 +91,9 @@ class RunDirectory:
             }  # fmt: skip
         self.ledger.setdefault("run_id", uuid.uuid4().hex)  # a run begun before there was one
         earlier = self.ledger["stages"]
-        self.ledger["stages"] = {name: earlier.get(name, {"state": "pending"}) for name in STAGES if name in earlier or is_asked_for(name, settings)}
+        self.ledger["stages"] = {
+            name: earlier.get(name, {"state": "pending"}) for name in STAGES if name in earlier or is_asked_for(name, settings)
+        }
         self.ledger |= {
             "settings": settings.as_dict(), "versions": versions(), "machine": machine(settings),
             "status": "running", "exit_code": None, "error": None,
@@ -105,7 +107,9 @@ class RunDirectory:
             for key, value in now_said.items():
                 if first_said.get(key) != value and kept.get(key) != value:
                     change = f"--set {key}={json.dumps(value)} changes it" if value is not None else "only a new --run-dir changes it"
-                    edited.append(f"the job file says {key} = {json.dumps(value)} now, this run was begun with {json.dumps(kept.get(key))} and goes on so: {change}")
+                    edited.append(
+                        f"the job file says {key} = {json.dumps(value)} now, this run was begun with {json.dumps(kept.get(key))} and goes on so: {change}"
+                    )
         self.save()
         return edited
 
@@ -224,7 +228,10 @@ def identify(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         files = {str(p.relative_to(path)): identify(p) for p in sorted(path.rglob("*")) if p.is_file() and not p.name.startswith(".")}
-        return {"bytes": sum(f["bytes"] for f in files.values()), "sha256": digest({n: f["sha256"] or f["bytes"] for n, f in files.items()})}
+        return {
+            "bytes": sum(f["bytes"] for f in files.values()),
+            "sha256": digest({n: f["sha256"] or f["bytes"] for n, f in files.items()}),
+        }
     size = path.stat().st_size
     if path.name.startswith("shard-"):
         return {"bytes": size, "sha256": None}

@@ -1,29 +1,13 @@
 """The typed settings of a job: one field = one TOML key = one `--set` key = one line of documentation.
 
-Sources, later wins: the defaults below, the job's TOML file, the environment
-(`EAGLE3_<SECTION>__<KEY>`, see `jobs.environment`), `--set section.key=value` (the value in TOML's
-notation; a bare word counts as a string). An unknown key anywhere is an error that names the nearest
-known one: a misspelt learning rate must not cost a night of eight GPUs.
-
-Nothing in the code asks which machine it runs on: what differs between a laptop and 8 x B300 is
-in these values.
+`jobs.job_file` says where values come from. Nothing in the code asks which machine it runs on: what differs between a
+laptop and 8 x B300 is in these values.
 """
 
-import os
-import tomllib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import to_jsonable_python
-
-from jobs.environment import ENVIRONMENT_PREFIX, settings_in, unknown_in  # noqa: F401 - the prefix is part of what this module offers
-from jobs.errors import MustFix
-from jobs.wrong_settings import places, problem, unknown_keys
-
-JOBS = ("hero", "local-test", "smoke")
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -39,30 +23,54 @@ class JobSettings(Section):
 
 class VerifierSettings(Section):
     model: str = Field("tiny", description="Hugging Face id, local folder, or `tiny` for the shipped Kimi-K2.5 in miniature")
-    revision: str | None = Field(None, description="Commit of the hub repository (40 hex digits); None takes the newest at the first start and records it")
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Compute type; float16 is refused, vLLM rescales DeepSeek's residual in it")
+    revision: str | None = Field(
+        None, description="Commit on the hub (40 hex digits); None takes the newest at the first start and records it"
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Compute type; float16 is refused, vLLM rescales DeepSeek's residual in it"
+    )
     taps: tuple[int, ...] | None = Field(None, description="EAGLE-3 ids (residual stream at the INPUT of layer i); default (2, L//2, L-3)")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs the verifier is spread over")
-    parallel: Literal["auto", "tp", "tp_ep", "dp", "dp_ep"] = Field("auto", description="Over those GPUs `tp` splits everything, `dp` only the experts while replicas have attention, cache and requests of their own; with `_ep` each GPU has whole experts; `auto` chooses between `tp` and `tp_ep` and says why")
-    data_parallel_size: int | None = Field(None, ge=2, description="Replicas of `dp` and `dp_ep`, a divisor of verifier.tensor_parallel_size; None is one a GPU")
+    parallel: Literal["auto", "tp", "tp_ep", "dp", "dp_ep"] = Field(
+        "auto",
+        description="Over those GPUs `tp` splits everything, `dp` only the experts while replicas have attention, cache and requests of their own; with `_ep` each GPU has whole experts; `auto` chooses between `tp` and `tp_ep` and says why",
+    )
+    data_parallel_size: int | None = Field(
+        None, ge=2, description="Replicas of `dp` and `dp_ep`, a divisor of verifier.tensor_parallel_size; None is one a GPU"
+    )
     max_model_len: int = Field(2048, ge=16, description="Longest prompt plus response in tokens")
     max_num_seqs: int = Field(64, ge=1, description="Requests decoded at once")
     max_num_batched_tokens: int = Field(2048, ge=16, description="Tokens of one forward pass; longer prompts are prefilled in chunks")
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of GPU memory the engine may take; the rest serves the baseline's replay")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="Share of GPU memory the engine may take; the rest serves the baseline's replay"
+    )
     kv_cache_gib: float | None = Field(None, gt=0, description="Size of the KV cache on CPU in GiB; None lets the engine choose")
     enforce_eager: bool = Field(False, description="No CUDA graphs and no torch.compile; right on CPU, far too slow for 1T parameters")
     trust_remote_code: bool = Field(True, description="Kimi's tokenizer is Python code in its repository")
-    load: Literal["lazy", "eager", "threads", "fastsafetensors", "runai_streamer"] = Field("lazy", description="How vLLM loads the weights: `lazy` maps the files, `eager` reads each whole first (network disks), `threads` maps load_threads files at once; the last two need a package of that name")
-    load_threads: int = Field(8, ge=1, description="Ranges of the checkpoint read at once, ahead of the load and to measure the disk; also vLLM's threads where load asks for them")
-    read_ahead: bool = Field(True, description="Read the checkpoint into the page cache from fetch on, as far as memory has room, until the engine is up")
-    start_minutes: float = Field(90, gt=0, description="A start of the engine that is not done after so long hangs: stop with exit code 75. 540 GB at 400 MB/s take 22 minutes, compiling some more")
+    load: Literal["lazy", "eager", "threads", "fastsafetensors", "runai_streamer"] = Field(
+        "lazy",
+        description="How vLLM loads the weights: `lazy` maps the files, `eager` reads each whole first (network disks), `threads` maps load_threads files at once; the last two need a package of that name",
+    )
+    load_threads: int = Field(
+        8,
+        ge=1,
+        description="Ranges of the checkpoint read at once, ahead of the load and to measure the disk; also vLLM's threads where load asks for them",
+    )
+    read_ahead: bool = Field(
+        True, description="Read the checkpoint into the page cache from fetch on, as far as memory has room, until the engine is up"
+    )
+    start_minutes: float = Field(
+        90,
+        gt=0,
+        description="A start of the engine that is not done after so long hangs: stop with exit code 75. 540 GB at 400 MB/s take 22 minutes, compiling some more",
+    )
     stall_seconds: int = Field(600, ge=1, description="No new token for so long means a hung engine: stop with exit code 75")
 
 
 class PromptSource(Section):
     source: str = Field(description="A JSONL file or a `datasets` name")
     samples: int = Field(ge=1, description="Conversations taken from it for the train split")
-    revision: str | None = Field(None, description="Commit of the data set on the hub; None takes the newest at the first start and records it")
+    revision: str | None = Field(None, description="Commit on the hub; None takes the newest at the first start and records it")
     subset: str | None = Field(None, description="Configuration name of the data set")
     dataset_split: str = Field("train", description="Split of the data set that is read")
     messages_field: str = Field("messages", description="Column with messages, or with the text of one user turn")
@@ -73,22 +81,32 @@ class StandardPrompts(Section):
     name: str = Field(description="`mt-bench`, `humaneval`, `gsm8k`, `math500`, or a name of your own with a `source`")
     source: str | None = Field(None, description="A JSONL file or a `datasets` name; None is the known data set of that name on the hub")
     samples: int | None = Field(None, ge=1, description="Prompts taken from it, in seeded order; None takes all")
-    revision: str | None = Field(None, description="Commit of the data set on the hub; None takes the newest at the first start and records it")
+    revision: str | None = Field(None, description="Commit on the hub; None takes the newest at the first start and records it")
 
 
 class PromptsSettings(Section):
     source: str = Field("shipped", description="`shipped` (smoke), a JSONL file, or a `datasets` name")
-    revision: str | None = Field(None, description="Commit of the data set on the hub; None takes the newest at the first start and records it")
+    revision: str | None = Field(None, description="Commit on the hub; None takes the newest at the first start and records it")
     subset: str | None = Field(None, description="Configuration name of the data set")
     dataset_split: str = Field("train", description="Split of the data set that is read")
-    messages_field: str = Field("messages", description="Column with OpenAI messages, ShareGPT-style from/value turns, or the text of one user turn")
+    messages_field: str = Field(
+        "messages", description="Column with OpenAI messages, ShareGPT-style from/value turns, or the text of one user turn"
+    )
     licence: str | None = Field(None, description="Licence of the prompts, for the model card")
-    mix: tuple[PromptSource, ...] = Field((), description="Further sources of the train split (tool calls, other languages), each with its share")
-    standard: tuple[StandardPrompts, ...] = Field((), description="Standard prompts, answered and judged beside the eval split; training rows that overlap with them are dropped")
-    domains: dict[str, str] = Field({}, description="Source -> domain, for the figures by domain where the name of the source does not tell (chat, code, math, …)")
+    mix: tuple[PromptSource, ...] = Field(
+        (), description="Further sources of the train split (tool calls, other languages), each with its share"
+    )
+    standard: tuple[StandardPrompts, ...] = Field(
+        (), description="Standard prompts, answered and judged beside the eval split; training rows that overlap with them are dropped"
+    )
+    domains: dict[str, str] = Field(
+        {}, description="Source -> domain, for the figures by domain where the name of the source does not tell (chat, code, math, …)"
+    )
     train_samples: int = Field(1000, ge=1, description="Conversations of the train split, those of the mix included")
     eval_samples: int = Field(64, ge=1, description="Conversations of the eval split")
-    eval_source: str | None = Field(None, description="JSONL file or `datasets` name for the eval split; None takes rows marked `eval`, else a seeded hold-out")
+    eval_source: str | None = Field(
+        None, description="JSONL file or `datasets` name for the eval split; None takes rows marked `eval`, else a seeded hold-out"
+    )
     thinking_share: Share = Field(1.0, description="Share of conversations answered in thinking mode; the others in instant mode")
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer rendered prompts are dropped and counted")
 
@@ -99,25 +117,49 @@ class SamplingSettings(Section):
 
 
 class GenerateSettings(Section):
-    backend: Literal["vllm", "speculators"] = Field("vllm", description="`speculators` extracts states of existing responses with its own generator, as a reference")
-    responses: str | None = Field(None, description="A folder with eval/responses.jsonl and train/responses.jsonl: extract states for them, generate nothing")
-    endpoints: tuple[str, ...] = Field((), description="Running vLLM servers of the verifier (http://host:8000) that decode the answers; this machine's verifier only makes their states. Their key is in the environment variable VLLM_API_KEY")
+    backend: Literal["vllm", "speculators"] = Field(
+        "vllm", description="`speculators` extracts states of existing responses with its own generator, as a reference"
+    )
+    responses: str | None = Field(
+        None, description="A folder with eval/responses.jsonl and train/responses.jsonl: extract states for them, generate nothing"
+    )
+    endpoints: tuple[str, ...] = Field(
+        (),
+        description="Running vLLM servers of the verifier (http://host:8000) that decode the answers; this machine's verifier only makes their states. Their key is in the environment variable VLLM_API_KEY",
+    )
     endpoint_model: str | None = Field(None, description="What the verifier is called at those servers; None takes verifier.model")
-    endpoint_connections: int = Field(256, ge=1, description="Requests in flight at each of those servers; more than its --max-num-seqs only wait there")
-    speculate: str = Field("off", description="Who drafts while the verifier answers: `off`, `ngram`, a candidate's name, or `best` (as this run's own baseline judged it, or the only candidate); answers keep their distribution, what is accepted stands in the report")
-    max_new_tokens: int = Field(1024, ge=1, description="Longest answer; capped answers are kept, dropping them biases towards easy prompts")
+    endpoint_connections: int = Field(
+        256, ge=1, description="Requests in flight at each of those servers; more than its --max-num-seqs only wait there"
+    )
+    speculate: str = Field(
+        "off",
+        description="Who drafts while the verifier answers: `off`, `ngram`, a candidate's name, or `best` (as this run's own baseline judged it, or the only candidate); answers keep their distribution, what is accepted stands in the report",
+    )
+    max_new_tokens: int = Field(
+        1024, ge=1, description="Longest answer; capped answers are kept, dropping them biases towards easy prompts"
+    )
     thinking: SamplingSettings = Field(SamplingSettings(), description="Sampling in thinking mode")
     instant: SamplingSettings = Field(SamplingSettings(temperature=0.6), description="Sampling in instant mode")
-    train_token_budget: int | None = Field(None, ge=1, description="Tokens of the train split, taken as a prefix in seeded id order; None takes all")
+    train_token_budget: int | None = Field(
+        None, ge=1, description="Tokens of the train split, taken as a prefix in seeded id order; None takes all"
+    )
     max_dropped_share: Share = Field(0.01, description="More samples than this dropped stops the run")
-    stop_on_repetition: int | None = Field(512, ge=16, description="An answer ends where its last so many tokens repeat a piece of at most an eighth of them; None lets it run on")
+    stop_on_repetition: int | None = Field(
+        512,
+        ge=16,
+        description="An answer ends where its last so many tokens repeat a piece of at most an eighth of them; None lets it run on",
+    )
 
 
 class StatesSettings(Section):
     dtype: Literal["verifier", "fp8"] = Field("verifier", description="Type of the stored train states; fp8 halves them, eval is never fp8")
     shard_mib: int = Field(1024, ge=1, description="Size of a shard file in MiB")
     extent_rows: int = Field(256, ge=1, description="Rows gathered for a sample before they are written as one extent")
-    check_one_in: int = Field(1000, ge=0, description="One response row in so many is read back and checked against its log-probability while writing; 0 checks none")
+    check_one_in: int = Field(
+        1000,
+        ge=0,
+        description="One response row in so many is read back and checked against its log-probability while writing; 0 checks none",
+    )
 
 
 class VocabSettings(Section):
@@ -129,26 +171,38 @@ class HeadCandidate(Section):
     name: str = Field(description="Short name used in the ledger and the report")
     model: str = Field(description="Hugging Face id or local folder")
     revision: str | None = Field(None, description="Commit of the hub repository; None takes the newest at the first start and records it")
-    taps: tuple[int, int, int] | None = Field(None, description="EAGLE-3 ids (INPUT of layer i) that this head reads, where you know them; None judges both readings of its config")
+    taps: tuple[int, int, int] | None = Field(
+        None,
+        description="EAGLE-3 ids (INPUT of layer i) that this head reads, where you know them; None judges both readings of its config",
+    )
 
 
 class HeadsSettings(Section):
     candidates: tuple[HeadCandidate, ...] = Field((), description="Existing heads judged before any money is spent on training")
     untrained: bool = Field(False, description="Judge a freshly initialised head too: the floor any training must leave")
     ngram: bool = Field(True, description="Judge n-gram speculation too: free, so it has to be beaten")
-    ngram_window: tuple[int, int] = Field((2, 5), description="Shortest and longest suffix that n-gram speculation looks up; vLLM's default (5, 5) proposes less and accepts less")
+    ngram_window: tuple[int, int] = Field(
+        (2, 5),
+        description="Shortest and longest suffix that n-gram speculation looks up; vLLM's default (5, 5) proposes less and accepts less",
+    )
     warm_start: str = Field("best", description="`best` candidate, `none` (from scratch) or a candidate's name")
 
 
 class GateSettings(Section):
-    train_if_best_below: float | None = Field(None, gt=1, description="Train only if the best existing head's acceptance length is below this")
+    train_if_best_below: float | None = Field(
+        None, gt=1, description="Train only if the best existing head's acceptance length is below this"
+    )
     min_gain: float | None = Field(None, ge=0, description="A short trial must beat the baseline's acceptance length by this")
     trial_fraction: Share = Field(0.05, description="Share of the train split of that trial, generated first and reused")
 
 
 class TrainSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes the GPUs where there are any")
-    processes: int | None = Field(None, ge=1, description="Processes that share the packed rows of a step; None is one a GPU, as far as accumulate can be shared evenly")
+    processes: int | None = Field(
+        None,
+        ge=1,
+        description="Processes that share the packed rows of a step; None is one a GPU, as far as accumulate can be shared evenly",
+    )
     epochs: float = Field(1.0, gt=0, description="Passes over the train split")
     max_steps: int | None = Field(None, ge=1, description="Stop after so many optimizer steps, whatever the epochs")
     tokens_per_step: int = Field(4096, ge=8, description="Tokens of one packed row of samples: the static shape of a step")
@@ -164,18 +218,35 @@ class TrainSettings(Section):
     ttt_steps: int = Field(3, ge=1, le=7, description="Training-time-test steps: how far ahead the head is unrolled")
     single_step_share: Share = Field(0.0, description="Share of the steps, at the start, with one TTT step only")
     ttt_decay: float = Field(1.0, gt=0, le=1, description="Weight of TTT step k is this to the power k")
-    loss: Literal["forward_kl", "cross_entropy"] = Field("forward_kl", description="Against the verifier's distribution, or its sampled tokens")
+    loss: Literal["forward_kl", "cross_entropy"] = Field(
+        "forward_kl", description="Against the verifier's distribution, or its sampled tokens"
+    )
     compile: bool = Field(True, description="torch.compile the step; eager on CPU")
-    fp8: bool = Field(False, description="Matrix products of the layer in FP8 (Hopper, Blackwell, Ada); compare acceptance before you keep it")
-    precision: Literal["bf16", "tf32", "fp32"] = Field("bf16", description="Of the matrix products on a GPU; weights and optimizer state are fp32 in any case. Half the speed (tf32) and less (fp32) for 0.01 to 0.02 of acceptance with a small verifier")
+    fp8: bool = Field(
+        False, description="Matrix products of the layer in FP8 (Hopper, Blackwell, Ada); compare acceptance before you keep it"
+    )
+    precision: Literal["bf16", "tf32", "fp32"] = Field(
+        "bf16",
+        description="Of the matrix products on a GPU; weights and optimizer state are fp32 in any case. Half the speed (tf32) and less (fp32) for 0.01 to 0.02 of acceptance with a small verifier",
+    )
     checkpoint_every: int = Field(200, ge=1, description="Optimizer steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1, description="Newest whole checkpoints kept")
     evaluate_every: int | None = Field(None, ge=1, description="Optimizer steps between replays on the eval split; None only at the end")
-    evaluate_samples: int | None = Field(None, ge=1, description="Eval answers that those replays judge, drawn by the seed, always the same; None all. The stage evaluate judges all")
+    evaluate_samples: int | None = Field(
+        None,
+        ge=1,
+        description="Eval answers that those replays judge, drawn by the seed, always the same; None all. The stage evaluate judges all",
+    )
     log_every: int = Field(10, ge=1, description="Optimizer steps between lines of the log")
-    bad_step_limit: int = Field(20, ge=1, description="Steps with a loss or gradient that is not finite are skipped; more than this stops the run")
-    spike_factor: float | None = Field(8.0, gt=1, description="A step whose loss is so many times the usual one is skipped like one that is not finite; None never")
-    patience: int | None = Field(None, ge=1, description="Training ends after so many evaluations without a longer acceptance; None trains to the end")
+    bad_step_limit: int = Field(
+        20, ge=1, description="Steps with a loss or gradient that is not finite are skipped; more than this stops the run"
+    )
+    spike_factor: float | None = Field(
+        8.0, gt=1, description="A step whose loss is so many times the usual one is skipped like one that is not finite; None never"
+    )
+    patience: int | None = Field(
+        None, ge=1, description="Training ends after so many evaluations without a longer acceptance; None trains to the end"
+    )
     patience_gain: float = Field(0.0, ge=0, description="What an evaluation must gain in acceptance length to count as longer")
     keep_best: bool = Field(True, description="End with the weights of the evaluation with the longest acceptance, not with the last ones")
     layers: Literal[1] = Field(1, description="Decoder layers of the head; EAGLE-3 has one")
@@ -193,10 +264,17 @@ class TrainSettings(Section):
 
 
 class LiveSettings(Section):
-    concurrencies: tuple[int, ...] = Field((), description="Requests in flight at once, for each a measurement of none and of the winner through the real server; empty measures nothing live")
+    concurrencies: tuple[int, ...] = Field(
+        (),
+        description="Requests in flight at once, for each a measurement of none and of the winner through the real server; empty measures nothing live",
+    )
     requests: int = Field(64, ge=1, description="Prompts of the eval split sent at each concurrency")
     max_new_tokens: int | None = Field(None, ge=1, description="Longest live answer; None takes generate.max_new_tokens")
-    temperature: float | None = Field(None, ge=0, description="Of the live answers; None takes that of the mode of most prompts (on CPU always 0: its verification is greedy)")
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        description="Of the live answers; None takes that of the mode of most prompts (on CPU always 0: its verification is greedy)",
+    )
     start_seconds: int = Field(5400, ge=1, description="Longest wait for the server to load the verifier")
 
 
@@ -204,10 +282,20 @@ class EvaluateSettings(Section):
     draft_tokens: int = Field(3, ge=1, le=15, description="Drafted tokens a step; the public cards use 3, top-1")
     bootstrap: int = Field(1000, ge=100, description="Resamples over prompts for the confidence interval")
     live: LiveSettings = LiveSettings()
-    scaling: tuple[float, ...] = Field((), description="Shares of the train samples, each trained on from the same start for the scaling table, after the head is published; empty trains none")
-    min_gain_over_untrained: float | None = Field(None, description="The lower 95 % bound of the paired gain over the untrained head must reach this, else the run fails")
-    min_gain_over_ngram: float | None = Field(None, description="The lower 95 % bound of the paired gain over n-gram speculation must reach this, else the run fails")
-    min_gain_over_best: float | None = Field(None, description="The same over the best of what exists (existing heads, n-gram), as the baseline found it; nothing to reach where nothing exists")
+    scaling: tuple[float, ...] = Field(
+        (),
+        description="Shares of the train samples, each trained on from the same start for the scaling table, after the head is published; empty trains none",
+    )
+    min_gain_over_untrained: float | None = Field(
+        None, description="The lower 95 % bound of the paired gain over the untrained head must reach this, else the run fails"
+    )
+    min_gain_over_ngram: float | None = Field(
+        None, description="The lower 95 % bound of the paired gain over n-gram speculation must reach this, else the run fails"
+    )
+    min_gain_over_best: float | None = Field(
+        None,
+        description="The same over the best of what exists (existing heads, n-gram), as the baseline found it; nothing to reach where nothing exists",
+    )
 
 
 class PackageSettings(Section):
@@ -221,12 +309,25 @@ class PushSettings(Section):
     endpoint_url: str | None = Field(None, description="S3 endpoint of another provider than AWS")
     region: str | None = Field(None, description="Region of the bucket")
     path_style: bool = Field(False, description="Bucket in the path, not in the host name (MinIO, Ceph, test servers)")
-    checksums: Literal["when_required", "when_supported"] = Field("when_required", description="boto3's request_checksum_calculation; the newer default breaks R2, Ceph and OVH, on AWS it spares the MD5 of every part")
-    part_mib: int = Field(64, ge=5, le=5120, description="Largest part of a multipart upload (less where the threads would not all have work); equal sizes, as R2 demands")
+    checksums: Literal["when_required", "when_supported"] = Field(
+        "when_required",
+        description="boto3's request_checksum_calculation; the newer default breaks R2, Ceph and OVH, on AWS it spares the MD5 of every part",
+    )
+    part_mib: int = Field(
+        64,
+        ge=5,
+        le=5120,
+        description="Largest part of a multipart upload (less where the threads would not all have work); equal sizes, as R2 demands",
+    )
     threads: int = Field(16, ge=1, description="Parts in flight")
     read_back: bool = Field(False, description="Read every object again after the upload and compare its sha256")
-    backup: Literal["all", "without_states", "off"] = Field("all", description="With push.uri, the run itself is saved while it runs, for --resume-from on another machine: `all`, `without_states`, `off`")
-    backup_uri: str | None = Field(None, description="Where the run itself is saved; None is beside push.uri, with `.run` added to its name, unless that is this disk")
+    backup: Literal["all", "without_states", "off"] = Field(
+        "all",
+        description="With push.uri, the run itself is saved while it runs, for --resume-from on another machine: `all`, `without_states`, `off`",
+    )
+    backup_uri: str | None = Field(
+        None, description="Where the run itself is saved; None is beside push.uri, with `.run` added to its name, unless that is this disk"
+    )
     backup_minutes: float = Field(10, gt=0, description="Minutes between two saves of the run: what a lost machine can cost")
 
 
@@ -234,15 +335,30 @@ class RentalSettings(Section):
     machine: str = Field("this machine", description="Name of the machine for the ledger and the report")
     price_per_hour: float = Field(0.0, ge=0, description="What an hour costs, for the cost in the ledger")
     currency: str = Field("USD", description="Currency of the price")
-    spot_price_per_hour: float = Field(0.0, ge=0, description="What an hour of the same machine costs where it can be taken away; for `plan`")
-    interruptions_per_day: float = Field(2.0, ge=0, description="How often such a machine is taken away, for `plan`; a guess until your provider says")
-    deadline: AwareDatetime | None = Field(None, description="When the machine goes back (2026-03-01T18:00:00Z): the run saves and stops in time, exit code 75")
-    spending_limit: float | None = Field(None, gt=0, description="Most that the run may cost over all its starts: it saves and stops in time, exit code 78")
+    spot_price_per_hour: float = Field(
+        0.0, ge=0, description="What an hour of the same machine costs where it can be taken away; for `plan`"
+    )
+    interruptions_per_day: float = Field(
+        2.0, ge=0, description="How often such a machine is taken away, for `plan`; a guess until your provider says"
+    )
+    deadline: AwareDatetime | None = Field(
+        None, description="When the machine goes back (2026-03-01T18:00:00Z): the run saves and stops in time, exit code 75"
+    )
+    spending_limit: float | None = Field(
+        None, gt=0, description="Most that the run may cost over all its starts: it saves and stops in time, exit code 78"
+    )
     reserve_minutes: float = Field(15, ge=0, description="Minutes kept before the deadline and the spending limit for saving and pushing")
-    on_finish: str | None = Field(None, description="Shell command after the verified push, and after a failure and hold_minutes; e.g. the provider's shutdown")
-    hold_minutes: float = Field(60, ge=0, description="Minutes that the machine of a failed run is kept for somebody to look, before on_finish")
+    on_finish: str | None = Field(
+        None, description="Shell command after the verified push, and after a failure and hold_minutes; e.g. the provider's shutdown"
+    )
+    hold_minutes: float = Field(
+        60, ge=0, description="Minutes that the machine of a failed run is kept for somebody to look, before on_finish"
+    )
     stall_minutes: float = Field(30, gt=0, description="No file of the run written for so long is told to the webhook as `stalled`")
-    webhook_variable: str = Field("EAGLE3_WEBHOOK", description="Environment variable with a URL told of done, failed, interrupted, stalled; a URL can be a secret, so it stands in no settings")
+    webhook_variable: str = Field(
+        "EAGLE3_WEBHOOK",
+        description="Environment variable with a URL told of done, failed, interrupted, stalled; a URL can be a secret, so it stands in no settings",
+    )
 
 
 class Settings(Section):
@@ -278,101 +394,3 @@ class Settings(Section):
         if problems:
             raise ValueError("; ".join(problems))
         return self
-
-
-def job_file(job: str | Path) -> Path:
-    """The settings file of a job: one of the three shipped by name, or any .toml file by path."""
-    path = Path(__file__).parent / f"{job}.toml" if str(job) in JOBS else Path(job)
-    if not path.is_file():
-        raise MustFix(f"There is no job {str(job)!r}", where=str(path), remedy=f"take one of {', '.join(JOBS)} or a path to a .toml file")
-    return path
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise MustFix(f"The job file is not valid TOML: {error}", where=str(path), remedy="correct that line") from error
-
-
-def load(
-    job: str | Path,
-    *,
-    overrides: Sequence[str] = (),
-    environment: Mapping[str, str] = os.environ,
-    base: Mapping[str, Any] | None = None,
-) -> Settings:
-    """The resolved settings of a job.
-
-    overrides: `section.key=value` items of `--set`. base: settings of the run that is continued;
-    they replace the job file. Raises MustFix naming every unknown key, or else every wrong value, at
-    once, and where it was said: the file, the variable or the --set.
-    """
-    path = job_file(job)
-    values: dict[str, Any] = {}
-    _merge(values, _parsed(path) if base is None else base)
-    known = [key for key, _ in documented()]
-    said = settings_in(environment, known)  # dotted key -> what said it last, where that was not the file
-    for key, name in said.items():
-        _merge(values, _nested(key, environment[name], where=name))
-    for item in overrides:
-        key, equals, text = item.partition("=")
-        if not equals:
-            raise MustFix(f"--set {item} has no value", where="command line", remedy="write --set section.key=value")
-        _merge(values, _nested(key.strip(), text, where=f"--set {item}"))
-        said[key.strip()] = f"--set {key.strip()}"
-    rental = values.get("rental")
-    webhook = str(rental.get("webhook_variable")) if isinstance(rental, Mapping) else ""
-    return validated(values, str(path), said, unknown_in(environment, known, also=[webhook]))
-
-
-def validated(values: Mapping[str, Any], where: str, said: Mapping[str, str] = MappingProxyType({}), unread: Sequence[str] = ()) -> Settings:
-    """The settings of these values. where: what they come from, but for the keys of `said`, which has a place for each.
-
-    unread: clauses about variables of the environment, which are as wrong as an unknown key. Raises MustFix.
-    """
-    problems = list(unknown_keys(values, Settings, [key for key, _ in documented()]))
-    if problems or unread:
-        found = ["environment"] * bool(unread) + places(problems, where, said)
-        texts = [*unread, *(text for _, text in problems)]
-        raise MustFix("; ".join(texts), where=", ".join(found), remedy="correct the name, or unset the variable" if unread else "correct the key")
-    try:
-        return Settings.model_validate(values)
-    except ValidationError as error:
-        problems = [problem(e) for e in error.errors()]
-        texts = [text for _, text in problems]
-        raise MustFix("; ".join(texts), where=", ".join(places(problems, where, said)), remedy="correct the values") from error
-
-
-def _nested(key: str, text: str, where: str) -> dict[str, Any]:
-    """`a.b` and TOML text -> {"a": {"b": value}}; text that is no TOML value counts as a string."""
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    parts = key.split(".")
-    if len(parts) < 2 or not all(parts):
-        known = ", ".join(Settings.model_fields)
-        raise MustFix(f"{key!r} names no setting", where=where, remedy=f"write section.key; the sections are {known}")
-    for part in reversed(parts):
-        value = {part: value}
-    return value
-
-
-def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = dict(value) if isinstance(value, Mapping) else value
-
-
-def documented(model: type[BaseModel] = Settings, prefix: str = "") -> list[tuple[str, str]]:
-    """Every settable key with its line of documentation, in the order of this file."""
-    rows = []
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            rows += documented(field.annotation, f"{prefix}{name}.")
-        else:
-            rows.append((prefix + name, field.description or ""))
-    return rows

@@ -48,7 +48,11 @@ def places(problems: Iterable[Problem], where: str, said: Mapping[str, str]) -> 
     """Where the wrong keys were said, each place once: `said` has one for a key, all others are from `where`."""
     found = []
     for key, text in problems:
-        of = [place for name, place in said.items() if (_related(name, key) if key else re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text))]
+        of = [
+            place
+            for name, place in said.items()
+            if (_related(name, key) if key else re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text))
+        ]
         found += of or [where]
     return list(dict.fromkeys(found))
 

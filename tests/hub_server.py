@@ -60,7 +60,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.busy -= 1
             return self._answer(503, b"{}", {})
         if self.hub.status:
-            return self._answer(self.hub.status, b"{}", {"X-Error-Message": "Invalid credentials in Authorization header"} if self.hub.status == 401 else {})
+            return self._answer(
+                self.hub.status, b"{}", {"X-Error-Message": "Invalid credentials in Authorization header"} if self.hub.status == 401 else {}
+            )
         path = self.path.split("?")[0]
         for name, folder in self.hub.repositories.items():
             if path == f"/api/models/{name}/auth-check":

@@ -27,7 +27,9 @@ SMALL = (
 )
 
 
-def start(run_dir: Path, *overrides: str, arguments: tuple[str, ...] = (), small: bool = True, environment: dict | None = None) -> subprocess.Popen:
+def start(
+    run_dir: Path, *overrides: str, arguments: tuple[str, ...] = (), small: bool = True, environment: dict | None = None
+) -> subprocess.Popen:
     settings = [part for item in ((SMALL if small else ()) + overrides) for part in ("--set", item)]
     command = [sys.executable, "-m", "entrypoints.cli", "smoke", "--run-dir", str(run_dir), "--json", *settings, *arguments]
     errors = open(run_dir.parent / f"{run_dir.name}.log", "a")  # noqa: SIM115  outlives this call

@@ -131,9 +131,16 @@ class Judgement:
             "conditional_rates": [_number(r) for r in walk.conditional_rates],
             "histogram": walk.histogram,
             "walk": walk.as_dict(),
-            "all_positions": {"mean_acceptance_length": _number(every.mean), "rates": [_number(r) for r in every.rates], "histogram": every.histogram},
+            "all_positions": {
+                "mean_acceptance_length": _number(every.mean),
+                "rates": [_number(r) for r in every.rates],
+                "histogram": every.histogram,
+            },
             "groups": {
-                d: {label: {"mean_acceptance_length": _number(self.group(d, label).mean), **self.group(d, label).as_dict()} for label in self.labels(d)}
+                d: {
+                    label: {"mean_acceptance_length": _number(self.group(d, label).mean), **self.group(d, label).as_dict()}
+                    for label in self.labels(d)
+                }
                 for d in dimensions
             },
         }
@@ -198,7 +205,9 @@ def walk_rows(lengths: np.ndarray, tokens: int, first_row: int, draft_tokens: in
     return rows
 
 
-def walk(chains: np.ndarray | torch.Tensor, tokens: Sequence[int], first_row: int, draft_tokens: int, stop_before: int | None = None) -> list[int]:
+def walk(
+    chains: np.ndarray | torch.Tensor, tokens: Sequence[int], first_row: int, draft_tokens: int, stop_before: int | None = None
+) -> list[int]:
     """Accepted drafts of each verification step of the live process.
 
     Args:

@@ -140,7 +140,9 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> T
         asked, seen = q.shape[1], k.shape[1]
         # PyTorch's own causal mask is that of the first rows.
         mask = None if asked == seen else torch.ones(asked, seen, dtype=torch.bool, device=q.device).tril(seen - asked)  # [m, r]
-        attended.append(nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None)[0])  # [h, m, D]
+        attended.append(
+            nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None)[0]
+        )  # [h, m, D]
     return torch.cat(attended, 1)
 
 

@@ -185,7 +185,9 @@ class CheckpointWriter:
         self._pool.shutdown(wait=True)
 
 
-def identity(settings: TrainSettings, seed: int, warm: bool, pieces: Sequence[Piece], layout: StateLayout, head: Eagle3Head) -> dict[str, Any]:
+def identity(
+    settings: TrainSettings, seed: int, warm: bool, pieces: Sequence[Piece], layout: StateLayout, head: Eagle3Head
+) -> dict[str, Any]:
     """Everything that decides a training's result, flat and as JSON values: `refuse_changes` compares it."""
     names = "\n".join(f"{p.sample_id} {p.first} {p.rows}" for p in pieces)
     return json.loads(json.dumps({

@@ -51,7 +51,11 @@ def draft_chains(
     ids = torch.as_tensor(tokens, dtype=torch.int64, device=weight.device)  # [n]
     rows = ids.numel() - 1
     if tuple(taps.shape) != (rows, 3, config.hidden_size):
-        raise MustFix(f"Taps of shape {tuple(taps.shape)} do not fit {rows} rows of a head of width {config.hidden_size}", where="draft_chains", remedy="give the three taps that the head reads, one row a token")
+        raise MustFix(
+            f"Taps of shape {tuple(taps.shape)} do not fit {rows} rows of a head of width {config.hidden_size}",
+            where="draft_chains",
+            remedy="give the three taps that the head reads, one row a token",
+        )
     taps = taps.to(weight.device)  # [n-1, 3, H]
     chunk = chunk_rows or _chunk_rows(head, rows)
     keys, values = _first_keys(head, ids, taps, chunk)  # [g, n-1, D] twice
@@ -96,7 +100,9 @@ def _draft_chunk(head: Eagle3Head, ids: Tensor, taps: Tensor, keys: Tensor, valu
         both, residual = _attention_input(head, tokens, feature)  # [c, 2H], [c, H]
         query = _rotated(head, attention.q_proj(both), config.heads, at + step)  # [h, c, D]
         if step:
-            own.append((_rotated(head, attention.k_proj(both), config.kv_heads, at + step), _split(attention.v_proj(both), config.kv_heads)))
+            own.append(
+                (_rotated(head, attention.k_proj(both), config.kv_heads, at + step), _split(attention.v_proj(both), config.kv_heads))
+            )
         mixed = _attend(query, keys[:, : rows.stop], values[:, : rows.stop], own, at)  # [c, h * D]
         hidden = residual + attention.o_proj(mixed)  # [c, H]
         feature = hidden + layer.mlp(layer.post_attention_layernorm(hidden))  # [c, H]

@@ -84,7 +84,11 @@ def save_llama_eagle3(head: Eagle3Head, folder: Path, *, dtype: torch.dtype | No
             remedy="train with norm_before_residual = false, or publish without the sglang form",
         )
     if min(head.config.taps) < 1:
-        raise MustFix(f"SGLang cannot tap the input of layer 0, and this head taps {list(head.config.taps)}", where="package.sglang", remedy="publish without the sglang form")
+        raise MustFix(
+            f"SGLang cannot tap the input of layer 0, and this head taps {list(head.config.taps)}",
+            where="package.sglang",
+            remedy="publish without the sglang form",
+        )
     written = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -132,7 +136,10 @@ def _llama_values(head: Eagle3Head, dtype: torch.dtype | None) -> dict[str, Any]
 def _tensors(head: Eagle3Head, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The state dict on CPU; everything but the embedding and the maps in `dtype`."""
     return {
-        name: (tensor if dtype is None or not tensor.is_floating_point() or name == "embed_tokens.weight" else tensor.to(dtype)).detach().cpu().contiguous()
+        name: (tensor if dtype is None or not tensor.is_floating_point() or name == "embed_tokens.weight" else tensor.to(dtype))
+        .detach()
+        .cpu()
+        .contiguous()
         for name, tensor in head.state_dict().items()
     }
 
@@ -152,4 +159,6 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> 
                 temporary.unlink(missing_ok=True)
             write_json_atomically(folder / "config.json", config)
     except OSError as error:
-        raise MustFix(f"The head cannot be written: {error.strerror or error}", where=str(folder), remedy="make the folder writable") from error
+        raise MustFix(
+            f"The head cannot be written: {error.strerror or error}", where=str(folder), remedy="make the folder writable"
+        ) from error

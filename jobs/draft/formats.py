@@ -64,7 +64,17 @@ from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.storage.files import read_json
 
-__all__ = ["LoadedHead", "WarmStart", "load_head", "read_config", "read_head", "save_llama_eagle3", "save_speculators", "tap_readings", "warm_start"]
+__all__ = [
+    "LoadedHead",
+    "WarmStart",
+    "load_head",
+    "read_config",
+    "read_head",
+    "save_llama_eagle3",
+    "save_speculators",
+    "tap_readings",
+    "warm_start",
+]
 
 LLAMA_FORM = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -280,7 +290,11 @@ def _complete_maps(tensors: dict[str, Tensor], config: HeadConfig, where: str) -
     size, vocab_size = config.draft_vocab_size, config.vocab_size
     if "d2t" not in tensors:
         if size != vocab_size:
-            raise MustFix(f"The head drafts {size} of {vocab_size} ids and has no d2t to tell which", where=where, remedy="take a checkpoint that has it")
+            raise MustFix(
+                f"The head drafts {size} of {vocab_size} ids and has no d2t to tell which",
+                where=where,
+                remedy="take a checkpoint that has it",
+            )
         tensors["d2t"] = torch.zeros(size, dtype=torch.int64)
     tensors["d2t"] = tensors["d2t"].to(torch.int64)
     if tensors["d2t"].shape != (size,) or tensors.get("t2d", torch.empty(vocab_size)).shape != (vocab_size,):
@@ -303,7 +317,13 @@ def _account(head: Eagle3Head, tensors: Mapping[str, Tensor], where: str) -> Non
         kind = "only Llama-form heads are supported, no MLA draft" if any("kv_a_proj" in n for n in unknown) else "no EAGLE-3 head has them"
         raise MustFix(f"The head holds {len(unknown)} unknown tensors, the first is {unknown[0]}; {kind}", where=where, remedy=ANOTHER)
     if missing:
-        raise MustFix(f"The head lacks {len(missing)} tensors, the first is {missing[0]}", where=where, remedy="take a complete checkpoint or give the verifier")
+        raise MustFix(
+            f"The head lacks {len(missing)} tensors, the first is {missing[0]}",
+            where=where,
+            remedy="take a complete checkpoint or give the verifier",
+        )
     for name, shape in wanted.items():
         if tuple(tensors[name].shape) != shape:
-            raise MustFix(f"{name} has shape {tuple(tensors[name].shape)} and its config.json asks for {shape}", where=where, remedy=ANOTHER)
+            raise MustFix(
+                f"{name} has shape {tuple(tensors[name].shape)} and its config.json asks for {shape}", where=where, remedy=ANOTHER
+            )

@@ -132,7 +132,6 @@ class Attention(nn.Module):
         parts = [m.weight.chunk(2, dim=1) for m in (self.q_proj, self.k_proj, self.v_proj)]
         return tuple(zip(*parts, strict=True))
 
-
     def forward(
         self, normed: Tensor, embedded: tuple[Tensor, ...], cosine: Tensor, sine: Tensor, cache: UnrollCache, documents: Documents
     ) -> Tensor:
@@ -285,7 +284,7 @@ class Eagle3Head(nn.Module):
         """Fills `d2t` and `t2d` from the target ids of the draft vocabulary, `[Vd]`, ascending."""
         c = self.config
         ids = draft_ids.to(device=self.d2t.device, dtype=torch.int64)
-        fits = ids.shape == (c.draft_vocab_size,) and bool((ids.diff() > 0).all()) and 0 <= ids[0] and ids[-1] < c.vocab_size
+        fits = ids.shape == (c.draft_vocab_size,) and bool((ids.diff() > 0).all()) and ids[0] >= 0 and ids[-1] < c.vocab_size
         if not fits:
             raise MustFix(
                 f"the draft vocabulary is not {c.draft_vocab_size} ascending ids below {c.vocab_size}",

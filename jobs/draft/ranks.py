@@ -85,7 +85,11 @@ class Ranks:
             problems = [problem]
         else:
             problems = [None] * self.world
-            dist.all_gather_object(problems, problem and type(problem)(f"rank {self.rank} on {platform.node()}: {problem.message}", where=problem.where, remedy=problem.remedy))
+            dist.all_gather_object(
+                problems,
+                problem
+                and type(problem)(f"rank {self.rank} on {platform.node()}: {problem.message}", where=problem.where, remedy=problem.remedy),
+            )
         for found in problems:
             if found is not None:
                 raise found

@@ -120,7 +120,14 @@ def judge_heads(
 
 
 def judge(
-    head: Eagle3Head, store: Any, ids: Sequence[str], draft_tokens: int, *, name: str = "head", taps: Sequence[int] | None = None, **options: Any
+    head: Eagle3Head,
+    store: Any,
+    ids: Sequence[str],
+    draft_tokens: int,
+    *,
+    name: str = "head",
+    taps: Sequence[int] | None = None,
+    **options: Any,
 ) -> Judgement:
     """Judge one head; see `judge_heads` for the options and the errors. `taps` overrides `head.config.taps`."""
     candidate = Candidate(head, tuple(taps or head.config.taps))
@@ -131,7 +138,11 @@ def check_fits(name: str, candidate: Candidate, layout: Any) -> None:
     """Refuse a head of another width or one that reads taps the states do not hold."""
     config = candidate.head.config
     if config.hidden_size != layout.hidden_size:
-        raise MustFix(f"The head {name} is {config.hidden_size} wide and the states are {layout.hidden_size}", where="hidden_size in its config.json", remedy="take a head made for this verifier")
+        raise MustFix(
+            f"The head {name} is {config.hidden_size} wide and the states are {layout.hidden_size}",
+            where="hidden_size in its config.json",
+            remedy="take a head made for this verifier",
+        )
     missing = sorted(set(candidate.taps) - set(layout.taps))
     if missing or len(candidate.taps) != 3:
         raise MustFix(
@@ -155,7 +166,9 @@ def judge_chains(
         MustFix: there is no answer to judge on.
     """
     samples = {
-        answer.id: count_sample(chains, answer.prompt_token_ids, answer.response_token_ids, draft_tokens, labels=labels(answer) if labels else None)
+        answer.id: count_sample(
+            chains, answer.prompt_token_ids, answer.response_token_ids, draft_tokens, labels=labels(answer) if labels else None
+        )
         for answer, chains in drafted
     }
     return _judgement(name, draft_tokens, samples)
@@ -173,7 +186,7 @@ def standard_labels(answer: Any, thinking_span: range | None = None) -> dict[str
     """
     start, total = len(answer.prompt_token_ids), len(answer.prompt_token_ids) + len(answer.response_token_ids)
     edges = (0, *POSITION_BUCKETS)
-    names = [f"{low}-{high - 1}" for low, high in zip(edges, POSITION_BUCKETS)] + [f"{edges[-1]}+"]
+    names = [f"{low}-{high - 1}" for low, high in zip(edges, POSITION_BUCKETS, strict=False)] + [f"{edges[-1]}+"]
     inside = thinking_span or range(0)
     return {
         "source": answer.source,
@@ -184,6 +197,9 @@ def standard_labels(answer: Any, thinking_span: range | None = None) -> dict[str
 
 def _judgement(name: str, draft_tokens: int, samples: dict[str, SampleCounts]) -> Judgement:
     if not any(s.walk.steps for s in samples.values()):
-        raise MustFix(f"There is no answer of two tokens or more to judge {name} on", where="responses.jsonl of the eval split", remedy="check that the eval split holds finished answers")
+        raise MustFix(
+            f"There is no answer of two tokens or more to judge {name} on",
+            where="responses.jsonl of the eval split",
+            remedy="check that the eval split holds finished answers",
+        )
     return Judgement(name, draft_tokens, dict(sorted(samples.items())))
-

@@ -32,7 +32,13 @@ class Interval(NamedTuple):
 
 
 def mean_interval(
-    judgement: Judgement, *, bootstrap: int = 1000, seed: int = 0, level: float = 0.95, dimension: str | None = None, label: str | None = None
+    judgement: Judgement,
+    *,
+    bootstrap: int = 1000,
+    seed: int = 0,
+    level: float = 0.95,
+    dimension: str | None = None,
+    label: str | None = None,
 ) -> Interval:
     """Mean acceptance length of the walk with its interval.
 
@@ -91,7 +97,11 @@ def paired_gain_interval(
 def sums_by_prompt(judgement: Judgement, dimension: str | None = None, label: str | None = None) -> dict[str, tuple[int, int]]:
     """(tokens, steps) of every prompt that has a step, turns summed."""
     if dimension is not None and label not in judgement.labels(dimension):
-        raise MustFix(f"{judgement.name} has no group {dimension}={label}", where=f"judgements/{judgement.name}.json", remedy=f"known are {judgement.labels(dimension)}")
+        raise MustFix(
+            f"{judgement.name} has no group {dimension}={label}",
+            where=f"judgements/{judgement.name}.json",
+            remedy=f"known are {judgement.labels(dimension)}",
+        )
     sums: dict[str, tuple[int, int]] = {}
     for sample_id, sample in judgement.samples.items():
         counts = sample.walk if dimension is None else sample.groups.get(dimension, {}).get(label)

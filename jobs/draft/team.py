@@ -65,7 +65,10 @@ def together(settings: TrainSettings, folder: Path) -> Iterator[None]:
     group = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     spawn = multiprocessing.get_context("spawn")
     said = spawn.SimpleQueue()
-    others = [spawn.Process(target=_started, args=(group, rank, settings.device, settings.accumulate, said), daemon=True) for rank in range(1, world)]
+    others = [
+        spawn.Process(target=_started, args=(group, rank, settings.device, settings.accumulate, said), daemon=True)
+        for rank in range(1, world)
+    ]
     before = dict(os.environ)
     os.environ |= group | {"RANK": "0", "LOCAL_RANK": "0"}
     ended = threading.Event()

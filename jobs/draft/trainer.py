@@ -128,7 +128,7 @@ class _Run:
         if settings.fp8:
             float8.check(ranks.device)
             self.head.train_in_fp8()
-        for name, parameter in head.named_parameters():
+        for parameter in head.parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:
                 parameter.data = parameter.data.float()
         self.trained = {name: p for name, p in head.named_parameters() if p.requires_grad}

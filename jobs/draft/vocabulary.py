@@ -61,7 +61,11 @@ class DraftVocabulary:
         """The maps of ascending, distinct target ids [D]."""
         ids = torch.as_tensor(draft_ids, dtype=torch.int64).cpu()  # [D]
         if ids.numel() == 0 or ids.min() < 0 or ids.max() >= vocab_size or not bool((ids[1:] > ids[:-1]).all()):
-            raise MustFix(f"A draft vocabulary must be distinct ascending ids in 0..{vocab_size - 1}", where="vocab.safetensors", remedy="build the draft vocabulary again")
+            raise MustFix(
+                f"A draft vocabulary must be distinct ascending ids in 0..{vocab_size - 1}",
+                where="vocab.safetensors",
+                remedy="build the draft vocabulary again",
+            )
         t2d = torch.zeros(vocab_size, dtype=torch.bool)  # [V]
         t2d[ids] = True
         return cls(ids - torch.arange(ids.numel()), t2d, coverage)
@@ -86,7 +90,7 @@ class DraftVocabulary:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a file is no mapping
         except (OSError, SafetensorError) as error:
             raise MustFix(f"The draft vocabulary cannot be read: {error}", where=str(path), remedy="run the stage vocab again") from error
         if metadata.get("version") != str(FORMAT_VERSION) or set(tensors) != {"d2t", "t2d"}:
@@ -143,10 +147,14 @@ def build(counts: Mapping[int, int] | Tensor, size: int | None, forced_ids: Iter
         MustFix: the size does not fit the vocabulary or the forced ids, an id lies outside, nothing was counted.
     """
     dense = _dense(counts, vocab_size)  # [V]
-    forced = sorted(set(int(i) for i in forced_ids))
+    forced = sorted({int(i) for i in forced_ids})
     size = vocab_size if size is None else size
     if not 0 < size <= vocab_size:
-        raise MustFix(f"A draft vocabulary of {size} ids does not fit the verifier's {vocab_size}", where="vocab.size", remedy=f"take at most {vocab_size}")
+        raise MustFix(
+            f"A draft vocabulary of {size} ids does not fit the verifier's {vocab_size}",
+            where="vocab.size",
+            remedy=f"take at most {vocab_size}",
+        )
     if forced and not 0 <= forced[0] <= forced[-1] < vocab_size:
         raise MustFix(
             f"A special id of {forced[0]} to {forced[-1]} lies outside the verifier's vocabulary of {vocab_size}", where="vocab",
@@ -155,7 +163,11 @@ def build(counts: Mapping[int, int] | Tensor, size: int | None, forced_ids: Iter
     if len(forced) > size:
         raise MustFix(f"{len(forced)} special ids do not fit a draft vocabulary of {size}", where="vocab.size", remedy="make it larger")
     if not int(dense.sum()):
-        raise MustFix("There is no response token to build the draft vocabulary from", where="responses.jsonl of the train split", remedy="check that the train split holds finished answers")
+        raise MustFix(
+            "There is no response token to build the draft vocabulary from",
+            where="responses.jsonl of the train split",
+            remedy="check that the train split holds finished answers",
+        )
     order = torch.argsort(dense, descending=True, stable=True)  # [V], stable: a tie goes to the lower id
     taken = torch.zeros(vocab_size, dtype=torch.bool)  # [V]
     taken[forced] = True

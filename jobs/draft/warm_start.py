@@ -64,7 +64,7 @@ def warm_start(head: Eagle3Head, verifier: VerifierWeights, counts: Mapping[int,
     """
     config = head.config
     verifier.check(config.vocab_size, config.hidden_size)
-    forced = sorted(set(int(i) for i in forced_ids))
+    forced = sorted({int(i) for i in forced_ids})
     if len(forced) > config.draft_vocab_size or (forced and not 0 <= forced[0] <= forced[-1] < config.vocab_size):
         raise MustFix(
             f"{len(forced)} special ids do not fit a draft vocabulary of {config.draft_vocab_size} of {config.vocab_size}", where="heads.warm_start",
@@ -97,5 +97,7 @@ def warm_start(head: Eagle3Head, verifier: VerifierWeights, counts: Mapping[int,
 def _rarest(ids: Tensor, counts: Mapping[int, int] | Tensor, keep: set[int], number: int, vocab_size: int) -> list[int]:
     """Draft indices of the `number` rarest ids outside `keep`; a tie gives up the higher id."""
     get = (lambda i: int(counts[i])) if isinstance(counts, Tensor) else (lambda i: int(counts.get(i, 0)))
-    order = sorted((place for place, i in enumerate(ids.tolist()) if i not in keep), key=lambda place: (get(int(ids[place])), -int(ids[place])))
+    order = sorted(
+        (place for place, i in enumerate(ids.tolist()) if i not in keep), key=lambda place: (get(int(ids[place])), -int(ids[place]))
+    )
     return order[:number]

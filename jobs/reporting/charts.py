@@ -68,10 +68,14 @@ def interval_bars(title: str, rows: Sequence[tuple[str, float, float | None, flo
         value = f"{mean:.2f}" if low is None or high is None else f"{mean:.2f}  ({low:.2f} to {high:.2f})"
         parts.append(_text(2, y + 14, shortened(name), "start", "label"))
         parts.append(_text(WIDTH - 2, y + 14, value, "end", "label"))
-        parts.append(f'<rect class="bar {"strong" if name == "trained" else "soft"}" x="2" y="{y + 19}" width="{max(across(mean) - 2, 1):.1f}" height="14" rx="2"/>')
+        parts.append(
+            f'<rect class="bar {"strong" if name == "trained" else "soft"}" x="2" y="{y + 19}" width="{max(across(mean) - 2, 1):.1f}" height="14" rx="2"/>'
+        )
         if low is not None and high is not None:
             middle = y + 26
-            parts.append(f'<path class="whisker" d="M{across(low):.1f} {middle}H{across(high):.1f}M{across(low):.1f} {middle - 5}v10M{across(high):.1f} {middle - 5}v10"/>')
+            parts.append(
+                f'<path class="whisker" d="M{across(low):.1f} {middle}H{across(high):.1f}M{across(low):.1f} {middle - 5}v10M{across(high):.1f} {middle - 5}v10"/>'
+            )
     return _svg(title, height, parts)
 
 
@@ -96,7 +100,9 @@ def grouped_bars(title: str, groups: Sequence[str], series: Sequence[tuple[str, 
                 continue
             tall = max(0.0, min(1.0, values[place])) * (ground - top)
             x = start + thick * position
-            parts.append(f'<rect class="bar s{position % SERIES_COLOURS}" x="{x:.1f}" y="{ground - tall:.1f}" width="{max(thick - 2, 1):.1f}" height="{tall:.1f}"/>')
+            parts.append(
+                f'<rect class="bar s{position % SERIES_COLOURS}" x="{x:.1f}" y="{ground - tall:.1f}" width="{max(thick - 2, 1):.1f}" height="{tall:.1f}"/>'
+            )
             if thick >= 16:
                 parts.append(_text(x + thick / 2 - 1, ground - tall - 4, f"{100 * values[place]:.0f}", "middle"))
     return _svg(title, height, parts) + legend([name for name, _ in series])

@@ -57,7 +57,10 @@ def places(home: Plan, rented: Plan) -> dict[str, Any]:
         f"Where: {'; '.join(parts)}. Sending the {span(states, figures.bytes_text)} of states over {home.link_gbps:g} Gbps takes {span(link)} "
         f"and {'overlaps with' if link.middle <= at_home.middle else 'outlasts'} making them ({span(at_home)})."
     )
-    listed = {name: {"seconds": option["seconds"].as_dict(), "cost": option["cost"].as_dict() if option["cost"] else None} for name, option in options.items()}
+    listed = {
+        name: {"seconds": option["seconds"].as_dict(), "cost": option["cost"].as_dict() if option["cost"] else None}
+        for name, option in options.items()
+    }
     return {"options": listed, "states_bytes": states.as_dict(), "link_seconds": link.as_dict(), "text": text}
 
 
@@ -95,7 +98,9 @@ def spot(planned: Plan, rental: RentalSettings) -> dict[str, Any]:
 
 def _samples(amount: float, settings: Settings, priced: Plan | None) -> dict[str, Any]:
     if priced is None:
-        raise MustFix("How many samples an amount buys depends on the price", where="rental.price_per_hour", remedy="give it, and rental.machine")
+        raise MustFix(
+            "How many samples an amount buys depends on the price", where="rental.price_per_hour", remedy="give it, and rental.machine"
+        )
     machine = next(each for each in MACHINES.values() if each.name == priced.machine)
     found = samples_within(amount, settings, priced.rates, machine)
     text = f"For {amount:,.0f} {priced.currency} on {priced.machine}: {found.low:,.0f} to {found.high:,.0f} training samples (prompts.train_samples is {settings.prompts.train_samples:,})."

@@ -222,9 +222,7 @@ class Display:
             else:
                 self._held_metrics = dict(values)
 
-    def stage_finished(
-        self, name: str, state: str, seconds: float | None = None, counts: Mapping[str, Any] | None = None
-    ) -> None:
+    def stage_finished(self, name: str, state: str, seconds: float | None = None, counts: Mapping[str, Any] | None = None) -> None:
         """`state` is the ledger's: done, failed, skipped."""
         with self._lock:
             if self._held_metrics:  # the last figures are the ones people look for

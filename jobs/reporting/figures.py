@@ -150,9 +150,8 @@ def seconds_text(seconds: float | None) -> str:
     """Two digits of meaning: 0.4 s, 12 s, 7.6 s, 14.4 min, 2.5 h, 3.1 d."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
-    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (2 * 86400, 3600, "h"), (math.inf, 86400, "d")):
-        if abs(seconds) < limit:
-            break
+    limits = ((120, 1, "s"), (7200, 60, "min"), (2 * 86400, 3600, "h"), (math.inf, 86400, "d"))
+    unit, name = next((unit, name) for limit, unit, name in limits if abs(seconds) < limit)
     value = seconds / unit
     if abs(value) < 0.1:
         return "0 s" if abs(value) < 0.005 else f"{value:.2f} {name}"

@@ -293,8 +293,15 @@ def with_disk(rates: Rates, ledger: Mapping[str, Any]) -> Rates:
     if read:
         at_best = rates.verifier.bytes / read + ENGINE_SECONDS.low
         found["load_seconds"] = Range(at_best, max(rates.load_seconds.high, rates.verifier.bytes / read + ENGINE_SECONDS.high))
-    told = [f"disk {figures.bytes_text(min(disk))}/s and more" if disk else "", f"the verifier read at {figures.bytes_text(read)}/s" if read else ""]
-    return replace(rates, **found, sources=(f"MEASURED by preflight here: {', '.join(filter(None, told))}", *rates.sources)) if found else rates
+    told = [
+        f"disk {figures.bytes_text(min(disk))}/s and more" if disk else "",
+        f"the verifier read at {figures.bytes_text(read)}/s" if read else "",
+    ]
+    return (
+        replace(rates, **found, sources=(f"MEASURED by preflight here: {', '.join(filter(None, told))}", *rates.sources))
+        if found
+        else rates
+    )
 
 
 def _engine_start(ledger: Mapping[str, Any], extracted: bool) -> dict[str, Any]:

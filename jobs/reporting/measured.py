@@ -47,7 +47,14 @@ def group_tables(heads: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             left = len(rows) - LABELS_SHOWN
             rows = [*rows[:LABELS_SHOWN], (f"and {left} more in {heads[-1]['file']}", [Cell(None) for _ in heads])]
         if len(rows) > 1 or dimension not in TITLES:  # one label is the whole again
-            tables.append({"title": TITLES.get(dimension, f"By {dimension}"), "dimension": dimension, "heads": [head["name"] for head in heads], "rows": rows})
+            tables.append(
+                {
+                    "title": TITLES.get(dimension, f"By {dimension}"),
+                    "dimension": dimension,
+                    "heads": [head["name"] for head in heads],
+                    "rows": rows,
+                }
+            )
     return tables
 
 
@@ -73,7 +80,11 @@ def _rest_cell(head: Mapping[str, Any], dimension: str) -> Cell:
 
 
 def domain_gains(evaluation: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(label, mapping(raw)) for label, raw in mapping(evaluation.get("gains_by_domain")).items() if _has(mapping(raw), "mean", "low", "high")]
+    return [
+        (label, mapping(raw))
+        for label, raw in mapping(evaluation.get("gains_by_domain")).items()
+        if _has(mapping(raw), "mean", "low", "high")
+    ]
 
 
 def standard_table(heads: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -84,7 +95,12 @@ def standard_table(heads: Sequence[Mapping[str, Any]], settings: Mapping[str, An
     sets = list(dict.fromkeys(name for head in judged for name in head["standard"]))
     rows = [(head["name"], [_standard_cell(head, name) for name in sets]) for head in judged]
     cards, differ = _cards(settings)
-    return {"sets": sets, "rows": rows, "cards": [(card, [card.lengths.get(name) for name in sets]) for card in cards], "differences": differ}
+    return {
+        "sets": sets,
+        "rows": rows,
+        "cards": [(card, [card.lengths.get(name) for name in sets]) for card in cards],
+        "differences": differ,
+    }
 
 
 def _standard_cell(head: Mapping[str, Any], name: str) -> Cell:
@@ -114,7 +130,9 @@ def live_table(live: Mapping[str, Any]) -> dict[str, Any] | None:
             if run:
                 path = ("ways", way, "runs", concurrency)
                 cells = {key: Cell(number(run.get(key)), "live.json", (*path, key)) for key in LIVE_COLUMNS}
-                gain = Cell(number(mapping(live.get("speedup")).get(concurrency)) if way == winner else None, "live.json", ("speedup", concurrency))
+                gain = Cell(
+                    number(mapping(live.get("speedup")).get(concurrency)) if way == winner else None, "live.json", ("speedup", concurrency)
+                )
                 rows.append((concurrency, way, cells, gain))
     if not rows and not errors:
         return None
@@ -142,7 +160,11 @@ def scaling_rows(scaling: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]
     """(place in scaling.json, row) of every share that was judged."""
     rows = scaling.get("rows")
     found = enumerate(map(mapping, rows)) if isinstance(rows, list) else ()
-    return [(place, row) for place, row in found if _has(row, "share", "samples", "tokens") and _has(mapping(row.get("acceptance_length")), "mean")]
+    return [
+        (place, row)
+        for place, row in found
+        if _has(row, "share", "samples", "tokens") and _has(mapping(row.get("acceptance_length")), "mean")
+    ]
 
 
 def _has(entry: Mapping[str, Any], *keys: str) -> bool:

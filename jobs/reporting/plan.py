@@ -116,9 +116,7 @@ def plan(
     verifier = verifier or verifier_size(settings)
     train_gpus = settings.train.processes_on(machine.gpus)
     rates = for_verifier(rates or machine.rates, verifier)
-    work = workload(
-        settings, verifier, tokens_per_sample=rates.tokens_per_sample, response_share=rates.response_share
-    )
+    work = workload(settings, verifier, tokens_per_sample=rates.tokens_per_sample, response_share=rates.response_share)
     price = _price(settings, machine)
     stages = tuple(
         replace(stage, cost=None if price is None else stage.seconds.times(price / 3600))
@@ -148,7 +146,9 @@ def verifier_size(settings: Settings) -> VerifierSize:
     if Path(model).is_dir():
         return VerifierSize.read(Path(model))
     raise MustFix(
-        f"The shape of verifier {model!r} is not known before it is fetched", where="verifier.model", remedy="name the folder of its checkpoint"
+        f"The shape of verifier {model!r} is not known before it is fetched",
+        where="verifier.model",
+        remedy="name the folder of its checkpoint",
     )
 
 
@@ -182,7 +182,9 @@ def scaling_lines(ledger: Mapping[str, Any]) -> list[str]:
     told = ", ".join(f"{row['acceptance_length']:.2f} with {row['samples']:,} samples" for row in rows)
     before, last = rows[-2:]
     doubled = (last["acceptance_length"] - before["acceptance_length"]) / math.log2(last["samples"] / before["samples"])
-    return [f"scaling table of the run: {told}; at its end a doubling of the samples brought {doubled:+.3f}, and the next one brings less or as much"]
+    return [
+        f"scaling table of the run: {told}; at its end a doubling of the samples brought {doubled:+.3f}, and the next one brings less or as much"
+    ]
 
 
 def _measured(settings: Settings, verifier: VerifierSize, ledger: Mapping[str, Any]) -> tuple[Rates, Machine]:
@@ -244,7 +246,9 @@ def _money(cost: Range | None) -> str:
 
 def _disk(settings: Settings, verifier: VerifierSize, work: Workload) -> Range:
     """The run directory at its fullest; a checkpoint in writing counts beside those kept."""
-    copies = 2 + int(settings.package.sglang) + int(settings.generate.speculate not in ("off", "ngram"))  # packaged, published to a folder, exported, as it drafts
+    copies = (
+        2 + int(settings.package.sglang) + int(settings.generate.speculate not in ("off", "ngram"))
+    )  # packaged, published to a folder, exported, as it drafts
     fixed = (
         fetch_bytes(settings, verifier, work)
         + work.head.checkpoint_bytes * (settings.train.keep_checkpoints + 1)
@@ -271,16 +275,26 @@ def _assumptions(
         *work.assumptions,
         f"states: {row}",
         f"disk: {span(rates.disk, figures.bytes_text)}/s; link: {machine.link_gbps:g} Gbps, of which 30 to 100 % are reached",
-        f"one engine start, no restart; training on {train_gpus} of {machine.gpus} GPUs" if machine.gpus else "one engine start, no restart",
+        f"one engine start, no restart; training on {train_gpus} of {machine.gpus} GPUs"
+        if machine.gpus
+        else "one engine start, no restart",
         "replay costs 1 to 3 times the arithmetic of its forward passes (not measured)",
     ]
     if not settings.generate.responses:
         lines.append("generation over concurrency c goes as c / (c + 28): through 60 tok/s alone and 1,536 tok/s at 200 (measured)")
     if settings.generate.endpoints:
-        lines.append(f"generation as if this machine decoded: the {len(settings.generate.endpoints)} other servers of generate.endpoints are neither timed nor priced")
+        lines.append(
+            f"generation as if this machine decoded: the {len(settings.generate.endpoints)} other servers of generate.endpoints are neither timed nor priced"
+        )
     if settings.generate.speculate != "off":
-        lines.append(f"generation as without generate.speculate = {settings.generate.speculate!r}: what it gains or costs on this machine was not measured")
-    lines.append(f"price not set (rental.price_per_hour, with rental.machine = {machine.name!r})" if price is None else f"{price:,.2f} an hour, billed for every second")
+        lines.append(
+            f"generation as without generate.speculate = {settings.generate.speculate!r}: what it gains or costs on this machine was not measured"
+        )
+    lines.append(
+        f"price not set (rental.price_per_hour, with rental.machine = {machine.name!r})"
+        if price is None
+        else f"{price:,.2f} an hour, billed for every second"
+    )
     return tuple(lines)
 
 

@@ -9,7 +9,6 @@ from outside.
 """
 
 import itertools
-import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from jobs.errors import MustFix
 from jobs.reporting import charts, figures, measured
 from jobs.reporting.figures import mapping, number
 from jobs.reporting.forecast import forecast
+from jobs.reporting.run_files import RunFiles
 from jobs.reporting.tiles import expected_rows, facts
 from jobs.reporting.traced import figure, masked
 from jobs.storage.files import write_atomically
@@ -36,50 +36,6 @@ VERDICTS = {
     "interrupted": ("Interrupted", "warn"),
     "running": ("Not finished", "warn"),
 }
-
-
-class RunFiles:
-    """The files of a run as far as they can be read; what cannot be is said on the page."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.problems: list[str] = []
-        self.run = self._object("run.json", expected=True)
-        self.baseline = self._object("baseline.json")
-        self.evaluation = self._object("evaluation.json")
-        self.live = self._object("live.json")
-        self.scaling = self._object("scaling.json")
-        self.events = self._lines("events.jsonl")
-        self.training = self._lines("train.jsonl")
-
-    def _object(self, name: str, expected: bool = False) -> dict[str, Any]:
-        file = self.path / name
-        try:
-            return mapping(json.loads(file.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            if expected:
-                self.problems.append(f"{name} is not there: the run stopped before its ledger was written")
-        except (OSError, ValueError) as error:
-            self.problems.append(f"{name} cannot be read: {error}")
-        return {}
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        """Lines of a log; a torn last line is what a killed run leaves behind, any other bad line is said."""
-        try:
-            lines = (self.path / name).read_text(encoding="utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            self.problems.append(f"{name} cannot be read: {error}")
-            return []
-        found = []
-        for place, line in enumerate(lines, start=1):
-            try:
-                found.append(mapping(json.loads(line)))
-            except ValueError:
-                if line.strip() and place < len(lines):
-                    self.problems.append(f"{name}, line {place}, is not JSON and was left out")
-        return found
 
 
 def write_report(run_path: Path) -> Path:
@@ -135,10 +91,14 @@ def page_of(files: RunFiles) -> dict[str, Any]:
         "training": training_facts(files.training),
         "training_notes": [masked(line["note"]) for line in files.training if "note" in line][-NOTES_SHOWN:],
         "stages": stages,
-        "stages_chart": charts.duration_bars("Time by stage", [(row.name, row.seconds or 0.0, figures.seconds_text(row.seconds)) for row in stages if row.seconds]),
+        "stages_chart": charts.duration_bars(
+            "Time by stage", [(row.name, row.seconds or 0.0, figures.seconds_text(row.seconds)) for row in stages if row.seconds]
+        ),
         "expected": expected_rows(expected),
         "currency": currency,
-        "errors_of_stages": {name: str(entry["error"]) for name, raw in mapping(run.get("stages")).items() if (entry := mapping(raw)).get("error")},
+        "errors_of_stages": {
+            name: str(entry["error"]) for name, raw in mapping(run.get("stages")).items() if (entry := mapping(raw)).get("error")
+        },
         "events": [event_row(event) for event in files.events[-EVENTS_SHOWN:]],
         "events_left_out": max(0, len(files.events) - EVENTS_SHOWN),
         "settings": {section: mapping(values) for section, values in mapping(run.get("settings")).items()},
@@ -184,12 +144,20 @@ def _comparison(files: RunFiles) -> list[Markup]:
         mean = number(gain.get("mean"))
         if mean is not None:
             text = figure(f"{mean:+.2f}", mean, ("gains", key, "mean"), file="evaluation.json")
-            return [Markup("Against {}: {}{} on the same prompts.").format(key.removeprefix("over_"), text, _interval(gain, "gains", key, file="evaluation.json"))]
+            return [
+                Markup("Against {}: {}{} on the same prompts.").format(
+                    key.removeprefix("over_"), text, _interval(gain, "gains", key, file="evaluation.json")
+                )
+            ]
     baseline = mapping(acceptance.get("baseline"))
     if number(baseline.get("mean")) is None:
         return []
     named = f" ({best})" if best != "baseline" else ""
-    return [Markup("The best existing way to speculate{} emits {}{}.").format(named, _mean("baseline", baseline), _interval(baseline, "acceptance", "baseline"))]
+    return [
+        Markup("The best existing way to speculate{} emits {}{}.").format(
+            named, _mean("baseline", baseline), _interval(baseline, "acceptance", "baseline")
+        )
+    ]
 
 
 def _speed(files: RunFiles) -> list[Markup]:
@@ -199,7 +167,11 @@ def _speed(files: RunFiles) -> list[Markup]:
         return []
     least = min(speedup, key=lambda c: (len(c), c))
     text = figure(f"{speedup[least]:.2f}", speedup[least], ("speedup", least), file="live.json")
-    return [Markup("Through the real server {} is {} times as fast as none, with {} at once.").format(str(files.live.get("winner")), text, f"{least} request{'' if least == '1' else 's'}")]
+    return [
+        Markup("Through the real server {} is {} times as fast as none, with {} at once.").format(
+            str(files.live.get("winner")), text, f"{least} request{'' if least == '1' else 's'}"
+        )
+    ]
 
 
 def _mean(name: str, entry: Mapping[str, Any]) -> Markup:
@@ -291,8 +263,14 @@ def gain_figures(files: RunFiles) -> list[tuple[str, dict[str, Any]]]:
 
 def scaling_chart(files: RunFiles) -> Markup:
     """Acceptance length over the samples trained on."""
-    points = [(number(row.get("samples")) or 0.0, mapping(row["acceptance_length"])["mean"]) for _, row in measured.scaling_rows(files.scaling)]
-    return charts.line_chart("Acceptance length by samples", [("acceptance length", sorted(points))], x_label="training samples", floor=1) if len(points) > 1 else Markup()
+    points = [
+        (number(row.get("samples")) or 0.0, mapping(row["acceptance_length"])["mean"]) for _, row in measured.scaling_rows(files.scaling)
+    ]
+    return (
+        charts.line_chart("Acceptance length by samples", [("acceptance length", sorted(points))], x_label="training samples", floor=1)
+        if len(points) > 1
+        else Markup()
+    )
 
 
 def training_curves(lines: list[dict[str, Any]]) -> list[tuple[str, Markup]]:
@@ -311,13 +289,20 @@ def training_curves(lines: list[dict[str, Any]]) -> list[tuple[str, Markup]]:
     for k in range(max((len(values) for _, values in by_ttt_step), default=0)):
         series = [(step, values[k]) for step, values in by_ttt_step if len(values) > k]
         accuracy.append((f"TTT step {k + 1}", charts.thinned(series)))
-    judged = sorted({step: value for line in lines if (step := number(line.get("step"))) is not None and (value := acceptance_of(line)) is not None}.items())
+    judged = sorted(
+        {
+            step: value for line in lines if (step := number(line.get("step"))) is not None and (value := acceptance_of(line)) is not None
+        }.items()
+    )
     acceptance = [("replay on the eval split", judged), ("estimate in training", points("acceptance_estimate"))]
     found = (
         ("Loss", charts.line_chart("Training loss", [("loss", points("loss"))], x_label="optimizer step")),
         ("Accuracy of the draft in training", charts.line_chart("Accuracy by TTT step", accuracy, x_label="optimizer step", floor=0)),
         ("Acceptance length", charts.line_chart("Acceptance length", acceptance, x_label="optimizer step", floor=1)),
-        ("Learning rate", charts.line_chart("Learning rate", [("learning rate", points("learning_rate"))], x_label="optimizer step", floor=0)),
+        (
+            "Learning rate",
+            charts.line_chart("Learning rate", [("learning rate", points("learning_rate"))], x_label="optimizer step", floor=0),
+        ),
     )
     return [(title, chart) for title, chart in found if chart]
 
@@ -333,10 +318,25 @@ def training_facts(lines: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     if not numbered:
         return []
     place, last = numbered[-1]
-    shown = (("step", "Last step"), ("loss", "Last loss"), ("tokens_per_second", "Tokens a second"), ("data_wait", "Waited for data"), ("grad_norm", "Gradient norm"))
+    shown = (
+        ("step", "Last step"),
+        ("loss", "Last loss"),
+        ("tokens_per_second", "Tokens a second"),
+        ("data_wait", "Waited for data"),
+        ("grad_norm", "Gradient norm"),
+    )
     found = [
-        (title, figure(figures.share_text(last[key]) if key == "data_wait" else figures.count_text(last[key]), last[key], (place, key), "train.jsonl"))
-        for key, title in shown if number(last.get(key)) is not None
+        (
+            title,
+            figure(
+                figures.share_text(last[key]) if key == "data_wait" else figures.count_text(last[key]),
+                last[key],
+                (place, key),
+                "train.jsonl",
+            ),
+        )
+        for key, title in shown
+        if number(last.get(key)) is not None
     ]
     bad = sum(1 for _, line in numbered if number(line.get("loss")) is None)
     return [*found, ("Lines with a loss that is not finite", str(bad))] if bad else found

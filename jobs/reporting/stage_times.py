@@ -83,7 +83,14 @@ def _live(settings: Settings, rates: Rates) -> list[StagePlan]:
     seconds = rates.load_seconds.times(1 / rates.spread, rates.spread).times(2)
     for concurrency in live.concurrencies:
         seconds = seconds + tokens.over(rates.per_second(rates.generate_at(concurrency))).times(1, 2)
-    return [StagePlan("live", seconds, ZERO, f"two loads of the verifier, {live.requests} requests at {', '.join(map(str, live.concurrencies))} at once")]
+    return [
+        StagePlan(
+            "live",
+            seconds,
+            ZERO,
+            f"two loads of the verifier, {live.requests} requests at {', '.join(map(str, live.concurrencies))} at once",
+        )
+    ]
 
 
 def _scaling(settings: Settings, rates: Rates, work: Workload, train_gpus: int) -> list[StagePlan]:
@@ -91,7 +98,14 @@ def _scaling(settings: Settings, rates: Rates, work: Workload, train_gpus: int) 
     if not shares:
         return []
     whole, judged = _steps(settings, rates, work, train_gpus), _replay("scaling", settings, rates, work, len(shares))
-    return [StagePlan("scaling", whole.seconds.times(sum(shares)) + judged.seconds, whole.bytes, f"training on {', '.join(f'{share:.0%}' for share in shares)} of the samples")]
+    return [
+        StagePlan(
+            "scaling",
+            whole.seconds.times(sum(shares)) + judged.seconds,
+            whole.bytes,
+            f"training on {', '.join(f'{share:.0%}' for share in shares)} of the samples",
+        )
+    ]
 
 
 def fetch_bytes(settings: Settings, verifier: VerifierSize, work: Workload) -> int:
@@ -139,7 +153,9 @@ def _train(settings: Settings, rates: Rates, work: Workload, train_gpus: int) ->
 
 def _steps(settings: Settings, rates: Rates, work: Workload, train_gpus: int) -> StagePlan:
     rows = max(1.0, settings.train.accumulate / train_gpus)
-    step = rates.step_seconds(settings.train.tokens_per_step, rows, training_flop(settings, work.head)) + rates.exchange_seconds(work.head.trained, train_gpus)
+    step = rates.step_seconds(settings.train.tokens_per_step, rows, training_flop(settings, work.head)) + rates.exchange_seconds(
+        work.head.trained, train_gpus
+    )
     arithmetic = Range(work.steps.low * step.low, work.steps.high * step.high)
     epochs = work.steps.high * settings.train.tokens_per_step * settings.train.accumulate / work.train_tokens.high
     # At best the states stay in the page cache after the first pass; at worst each epoch reads them again.

@@ -71,7 +71,11 @@ class VerifierSize:
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise MustFix(f"The verifier's config.json cannot be read: {error}", where=str(folder), remedy="name the folder of a checkpoint in verifier.model") from None
+            raise MustFix(
+                f"The verifier's config.json cannot be read: {error}",
+                where=str(folder),
+                remedy="name the folder of a checkpoint in verifier.model",
+            ) from None
         text = config.get("text_config") or config
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         try:
@@ -86,7 +90,11 @@ class VerifierSize:
                 active_parameters=max(size / 2, 1.0),
             )
         except KeyError as error:
-            raise MustFix(f"The verifier's config.json has no {error}", where=str(folder / "config.json"), remedy="restore that file, or name another checkpoint") from None
+            raise MustFix(
+                f"The verifier's config.json has no {error}",
+                where=str(folder / "config.json"),
+                remedy="restore that file, or name another checkpoint",
+            ) from None
 
 
 KIMI_K25 = VerifierSize(

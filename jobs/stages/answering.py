@@ -111,8 +111,14 @@ class Work:
             )  # fmt: skip
         waited, disk = (wait / max(seconds, 1e-9) for wait in self.waits)
         if waited > CAPTURE_WAIT:
-            why = "the disk was behind: use a faster one, or states.dtype = fp8 for the train split" if disk > waited / 2 else "the processor was: see what else runs on it"
-            self.context.note(f"generate.{self.split}: the verifier waited {waited:.0%} of the time for its states to be taken in, because {why}")
+            why = (
+                "the disk was behind: use a faster one, or states.dtype = fp8 for the train split"
+                if disk > waited / 2
+                else "the processor was: see what else runs on it"
+            )
+            self.context.note(
+                f"generate.{self.split}: the verifier waited {waited:.0%} of the time for its states to be taken in, because {why}"
+            )
         return {
             "asked": self.expected, "ended": dict(ended),
             "turns": responses, "tokens": tokens, "response_tokens": answered, "rows": tokens - responses,
@@ -185,7 +191,9 @@ class Answering(Work):
             return self.give_up(conversation, "template_refuses", f"{sample}: {error}")
         room = longest - len(prompt)
         if room < 1:
-            return self.give_up(conversation, "prompt_too_long", f"{sample} has {len(prompt)} prompt tokens, verifier.max_model_len is {longest}")
+            return self.give_up(
+                conversation, "prompt_too_long", f"{sample} has {len(prompt)} prompt tokens, verifier.max_model_len is {longest}"
+            )
         conversation.running_tokens = len(prompt)
         self.budget.changed(conversation)
         sampling = settings.generate.thinking if conversation.thinking else settings.generate.instant

@@ -59,7 +59,12 @@ def run(context: Context) -> dict[str, Any]:
     context.run.ledger["gate"] = gate.decide(context, best)
     context.run.save()
     context.note(f"gate: {context.run.ledger['gate']['verdict']}: {context.run.ledger['gate']['why']}")
-    return {"heads": len(heads), "sequences": len(judging.own_ids(store)), "best": best.name if best else None, "verdict": context.run.ledger["gate"]["verdict"]}
+    return {
+        "heads": len(heads),
+        "sequences": len(judging.own_ids(store)),
+        "best": best.name if best else None,
+        "verdict": context.run.ledger["gate"]["verdict"],
+    }
 
 
 def _readings(context: Context, store: StateStore) -> dict[str, dict[str, Candidate]]:
@@ -74,17 +79,23 @@ def _readings(context: Context, store: StateStore) -> dict[str, dict[str, Candid
     layers = VerifierFacts.read(context.verifier_path).layers
     for listed in settings.heads.candidates:
         try:
-            head = load_head(Path(context.locations()["heads"][listed.name]), verifier=verifier, taps=listed.taps, default_taps=store_default(context)).to(device)
+            head = load_head(
+                Path(context.locations()["heads"][listed.name]), verifier=verifier, taps=listed.taps, default_taps=store_default(context)
+            ).to(device)
         except MustFix as error:
             # One odd head must not end a run that can judge the others.
             context.note(f"baseline: {listed.name} is left out: {error}")
             continue
         if not served_alike(head.config.rope_scaling):
-            context.note(f"baseline: {listed.name} scales its rope by a YaRN factor that vLLM 0.16.0 leaves out: served, it accepts less than is judged here")
+            context.note(
+                f"baseline: {listed.name} scales its rope by a YaRN factor that vLLM 0.16.0 leaves out: served, it accepts less than is judged here"
+            )
         meant = [listed.taps] if listed.taps else tap_readings(head.config.taps, layers)
         readings = [taps for taps in meant if set(taps) <= set(store.layout.taps)]
         if not readings:
-            context.note(f"baseline: {listed.name} reads taps {list(head.config.taps)}, the eval states hold {list(store.layout.taps)}: it is left out")
+            context.note(
+                f"baseline: {listed.name} reads taps {list(head.config.taps)}, the eval states hold {list(store.layout.taps)}: it is left out"
+            )
             continue
         found[listed.name] = {_key(listed.name, taps): Candidate(head, taps) for taps in readings}
     return found
@@ -118,12 +129,21 @@ def _beside_live(context: Context, heads: dict[str, Any], judged: dict[str, Judg
         if judgement is None or name not in heads:
             continue
         walk = judgement.walk
-        replay = {"mean": speculation.length(walk.drafts, walk.accepted), "drafts": walk.drafts, "draft_tokens": walk.draft_tokens, "accepted": list(walk.accepted)}
+        replay = {
+            "mean": speculation.length(walk.drafts, walk.accepted),
+            "drafts": walk.drafts,
+            "draft_tokens": walk.draft_tokens,
+            "accepted": list(walk.accepted),
+        }
         heads[name]["live"] = counted | {"replay": replay}
         if counted["mean"] is not None and replay["mean"] is not None:
-            context.note(f"baseline: {name} drafted for the eval split and accepted {counted['mean']:.3f} tokens a step by vLLM's count, {replay['mean']:.3f} by replay")
+            context.note(
+                f"baseline: {name} drafted for the eval split and accepted {counted['mean']:.3f} tokens a step by vLLM's count, {replay['mean']:.3f} by replay"
+            )
         if counted["taps"] and counted["taps"] != heads[name]["taps"]:
-            context.note(f"baseline: {name} drafted with taps {counted['taps']} and accepts more with {heads[name]['taps']}, which a continued run will use")
+            context.note(
+                f"baseline: {name} drafted with taps {counted['taps']} and accepts more with {heads[name]['taps']}, which a continued run will use"
+            )
 
 
 def best_head(heads: dict[str, Any]) -> gate.Best | None:

@@ -54,7 +54,11 @@ def read_conversations(path: Path, split: str, seed: int) -> list[Conversation]:
                 continue
             conversation = Conversation(row["id"], turns_of(row["messages"]), bool(row["thinking"]), row["source"])
         except (ValueError, KeyError, TypeError) as error:
-            raise MustFix(f"The line is no prompt: {type(error).__name__} {error}", where=f"{path}, line {number}", remedy="run the stage `prompts` again") from error
+            raise MustFix(
+                f"The line is no prompt: {type(error).__name__} {error}",
+                where=f"{path}, line {number}",
+                remedy="run the stage `prompts` again",
+            ) from error
         if conversation.turns:
             found.append(conversation)
     found.sort(key=lambda c: seeded(seed, c.id))

@@ -44,9 +44,15 @@ def run(context: Context) -> dict[str, Any]:
     judging.write_figures(context, context.path / "evaluation.json", {"trained": figures}, gains=gains, gains_by_domain=by_domain)
     if best and gains[f"over_{best}"]["low"] <= 0:
         gain = gains[f"over_{best}"]
-        context.note(f"evaluate: the head is not shown to be better than {best}: gain {gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})")
+        context.note(
+            f"evaluate: the head is not shown to be better than {best}: gain {gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
+        )
     _require_gains(context, gains, best)
-    return {"acceptance_length": round(figures["acceptance_length"]["mean"], 4), "sequences": len(judging.own_ids(store)), "scored_steps": trained.walk.steps}
+    return {
+        "acceptance_length": round(figures["acceptance_length"]["mean"], 4),
+        "sequences": len(judging.own_ids(store)),
+        "scored_steps": trained.walk.steps,
+    }
 
 
 def _require_gains(context: Context, gains: dict[str, dict[str, float]], best: str | None) -> None:

@@ -19,7 +19,11 @@ def existing_responses(context: Context, split: str, facts: VerifierFacts, layou
     assert context.settings.generate.responses is not None
     folder = Path(context.settings.generate.responses) / split
     if not (folder / RESPONSES).is_file():
-        raise MustFix("There are no responses", where=str(folder / RESPONSES), remedy="name a folder with eval/responses.jsonl and train/responses.jsonl in generate.responses")
+        raise MustFix(
+            "There are no responses",
+            where=str(folder / RESPONSES),
+            remedy="name a folder with eval/responses.jsonl and train/responses.jsonl in generate.responses",
+        )
     refuse_other_verifier(folder, layout)
     found = [response for _, _, response in scan_responses(folder / RESPONSES)]
     for response in found:

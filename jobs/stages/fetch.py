@@ -46,7 +46,9 @@ def run(context: Context) -> dict[str, Any]:
     found["verifier"], places["verifier"] = _one(context, verifier.model, verifier.revision, "verifier.revision", earlier.get("verifier"))
     for head in settings.heads.candidates:
         known = earlier.get("heads", {}).get(head.name)
-        found["heads"][head.name], places["heads"][head.name] = _one(context, head.model, head.revision, f"heads.candidates, {head.name}", known)
+        found["heads"][head.name], places["heads"][head.name] = _one(
+            context, head.model, head.revision, f"heads.candidates, {head.name}", known
+        )
     problems = misfits(settings, VerifierFacts.read(Path(places["verifier"])))
     if problems:
         raise MustFix("; ".join(problems), where=places["verifier"], remedy="correct the settings")
@@ -70,7 +72,9 @@ def _one(context: Context, model: str, revision: str | None, key: str, earlier: 
         return chosen | {"bytes": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())}, str(folder)
     folder = CHECKPOINT if model == "tiny" else Path(model).absolute()
     if not (folder / "config.json").is_file():
-        raise MustFix(f"{model!r} holds no config.json", where=str(folder), remedy="name a checkpoint folder, a hub id (owner/name) or `tiny`")
+        raise MustFix(
+            f"{model!r} holds no config.json", where=str(folder), remedy="name a checkpoint folder, a hub id (owner/name) or `tiny`"
+        )
     files = [f for f in sorted(folder.iterdir()) if f.is_file()]
     with context.should_stop.breakable():
         # Weights of 540 GB are named by their sizes: reading them all would cost as long as loading them.

@@ -85,7 +85,10 @@ def _local_engine(context: Context) -> VerifierEngine:
     taps = VerifierFacts.read(context.verifier_path).both_readings(settings.verifier.taps)
     drafter = speculation.drafter(context)
     if drafter is not None:
-        context.note(f"generate.speculate = {settings.generate.speculate}: {drafter.name} drafts" + (f", taps {list(drafter.taps)}" if drafter.taps else ""))
+        context.note(
+            f"generate.speculate = {settings.generate.speculate}: {drafter.name} drafts"
+            + (f", taps {list(drafter.taps)}" if drafter.taps else "")
+        )
     engine = VerifierEngine(context.verifier_path, settings.verifier, seed=settings.job.seed, capture_taps=taps, drafter=drafter)
     if settings.verifier.tensor_parallel_size > 1:
         context.note(f"verifier.parallel = {settings.verifier.parallel} is {engine.parallel.name}: {engine.parallel.why}")

@@ -84,20 +84,36 @@ def _explained(name: str, revision: str | None = None) -> Iterator[None]:
     try:
         yield
     except OfflineModeIsEnabled as error:
-        raise MustFix(f"{name} is not in the cache and the hub is switched off", where="HF_HUB_OFFLINE", remedy="unset it for the first start, or give a local folder") from error
+        raise MustFix(
+            f"{name} is not in the cache and the hub is switched off",
+            where="HF_HUB_OFFLINE",
+            remedy="unset it for the first start, or give a local folder",
+        ) from error
     except GatedRepoError as error:
-        raise MustFix(f"{name} is gated for this account", where="HF_TOKEN", remedy="accept its licence on the hub and give a token that may read it") from error
+        raise MustFix(
+            f"{name} is gated for this account", where="HF_TOKEN", remedy="accept its licence on the hub and give a token that may read it"
+        ) from error
     except RevisionNotFoundError as error:
         raise MustFix(f"{name} has no revision {revision}", where="hub", remedy="name a commit of that repository") from error
     except RepositoryNotFoundError as error:
-        raise MustFix(f"{name} is not on the hub, or this token may not see it", where="HF_TOKEN", remedy="correct the name or the token") from error
+        raise MustFix(
+            f"{name} is not on the hub, or this token may not see it", where="HF_TOKEN", remedy="correct the name or the token"
+        ) from error
     except (HfHubHTTPError, OSError) as error:
         if isinstance(error, PermissionError) or error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
-            raise MustFix(f"{name} cannot be written to the hub's cache ({error.strerror})", where=cache_folder(), remedy="make it writable and large enough, or name another folder in HF_HUB_CACHE") from error
+            raise MustFix(
+                f"{name} cannot be written to the hub's cache ({error.strerror})",
+                where=cache_folder(),
+                remedy="make it writable and large enough, or name another folder in HF_HUB_CACHE",
+            ) from error
         refusal = _refusal(name, _status(error))
         if refusal is not None:
             raise refusal from error
-        raise TryAgain(f"The hub does not answer for {name} ({type(error).__name__})", where="hub", remedy="run the same command again, or give a local folder") from error
+        raise TryAgain(
+            f"The hub does not answer for {name} ({type(error).__name__})",
+            where="hub",
+            remedy="run the same command again, or give a local folder",
+        ) from error
 
 
 def _status(error: BaseException | None) -> int | None:
@@ -113,7 +129,11 @@ def _status(error: BaseException | None) -> int | None:
 def _refusal(name: str, status: int | None) -> MustFix | None:
     """What the same question would be answered again, whatever the time; None for what may pass."""
     if status == 401:
-        return MustFix(f"The hub refuses the token (HTTP 401, asked for {name})", where="HF_TOKEN", remedy="give a valid token, or none for a public repository")
+        return MustFix(
+            f"The hub refuses the token (HTTP 401, asked for {name})",
+            where="HF_TOKEN",
+            remedy="give a valid token, or none for a public repository",
+        )
     if status == 403:
         return MustFix(
             f"This token may not read {name} (HTTP 403)", where="HF_TOKEN",
@@ -140,7 +160,11 @@ def check(name: str, revision: str | None, kind: str = "model") -> int:
         return 0
     info = _info(name, revision, kind)
     _refuse_unreadable(name, kind)
-    begun = sum(f.stat().st_size for f in (Path(cache_folder()) / repo_folder_name(repo_id=name, repo_type=kind)).rglob("*") if f.is_file() and not f.is_symlink())
+    begun = sum(
+        f.stat().st_size
+        for f in (Path(cache_folder()) / repo_folder_name(repo_id=name, repo_type=kind)).rglob("*")
+        if f.is_file() and not f.is_symlink()
+    )
     return max(0, sum(file.size or 0 for file in info.siblings or []) - begun)
 
 
@@ -172,7 +196,11 @@ def description(name: str, revision: str) -> tuple[Path, dict[str, int]]:
 
     listed = sizes(name, revision)
     _refuse_unreadable(name)
-    wanted = [file for file in filter_repo_objects(listed, allow_patterns=list(DESCRIBING), ignore_patterns=["original/*"]) if listed[file] <= LARGEST_DESCRIBING]
+    wanted = [
+        file
+        for file in filter_repo_objects(listed, allow_patterns=list(DESCRIBING), ignore_patterns=["original/*"])
+        if listed[file] <= LARGEST_DESCRIBING
+    ]
     if not wanted:
         raise MustFix(f"{name} holds no config.json", where="hub", remedy="name the repository of a checkpoint")
     with _explained(name, revision):
@@ -232,7 +260,9 @@ def download(context: Context, model: str, revision: str, *, stall_seconds: floa
             _refuse_unreadable(model)
         context.note(f"fetch: {model}, attempt {attempt} of {ATTEMPTS} ended without the whole repository; continuing")
         time.sleep(min(30, 2**attempt) if stall_seconds >= 10 else 0)
-    raise TryAgain(f"{model} could not be downloaded in {ATTEMPTS} attempts", where="hub", remedy="run the same command again, it continues")
+    raise TryAgain(
+        f"{model} could not be downloaded in {ATTEMPTS} attempts", where="hub", remedy="run the same command again, it continues"
+    )
 
 
 def cached(model: str, revision: str) -> Path | None:

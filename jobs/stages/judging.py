@@ -68,7 +68,9 @@ def _tell_incomplete(context: Context, store: StateStore) -> None:
     """An answer with a gap in its states cannot be judged; the others are, and it is said how many are missing."""
     committed = sum(1 for _ in scan_responses(store.folder / RESPONSES))
     if committed > len(store):
-        context.note(f"{committed - len(store)} of {committed} eval answers have no complete states and are not judged: see `states verify`")
+        context.note(
+            f"{committed - len(store)} of {committed} eval answers have no complete states and are not judged: see `states verify`"
+        )
 
 
 def judge_ngram(context: Context, store: StateStore) -> Judgement:
@@ -169,7 +171,12 @@ def _others(judgement: Judgement, dimension: str) -> dict[str, Any]:
     answers = Counter(label for sample in judgement.samples.values() for label in sample.groups.get(dimension, {}))
     ordered = sorted(answers, key=lambda label: (-answers[label], label))
     rest = sum((judgement.group(dimension, label) for label in ordered[LABELS_SHOWN:]), Counts.zero(judgement.draft_tokens))
-    return {"shown": ordered[:LABELS_SHOWN], "labels": len(ordered) - LABELS_SHOWN, "mean_acceptance_length": rest.mean if rest.steps else None, **rest.as_dict()}
+    return {
+        "shown": ordered[:LABELS_SHOWN],
+        "labels": len(ordered) - LABELS_SHOWN,
+        "mean_acceptance_length": rest.mean if rest.steps else None,
+        **rest.as_dict(),
+    }
 
 
 def _interval(context: Context, judgement: Judgement, dimension: str | None = None, label: str | None = None) -> dict[str, float]:

@@ -55,7 +55,12 @@ class Traffic:
 
 
 def inputs(context: Context) -> list[Path]:
-    return [context.path / "trained", context.path / "baseline.json", context.path / "evaluation.json", context.states("eval") / "responses.jsonl"]
+    return [
+        context.path / "trained",
+        context.path / "baseline.json",
+        context.path / "evaluation.json",
+        context.states("eval") / "responses.jsonl",
+    ]
 
 
 def outputs(context: Context) -> list[Path]:
@@ -88,7 +93,12 @@ def run(context: Context) -> dict[str, Any]:
             f"{done} of {len(wanted) * len(speculative)} live measurements were made: {problems[0].message}", where=problems[0].where,
             remedy="run the same command again for the others, or do without them: --set evaluate.live.concurrencies=[]",
         )  # fmt: skip
-    return {"winner": name, "measurements": len(wanted) * len(speculative), "requests": len(traffic.prompts), "best_speedup": round(max(kept["speedup"].values()), 4)}
+    return {
+        "winner": name,
+        "measurements": len(wanted) * len(speculative),
+        "requests": len(traffic.prompts),
+        "best_speedup": round(max(kept["speedup"].values()), 4),
+    }
 
 
 def winner(context: Context) -> str:
@@ -114,7 +124,11 @@ def traffic_of(context: Context) -> Traffic:
     chosen = sorted((a for a in answers if a.thinking == thinking), key=lambda answer: seeded(settings.job.seed, answer.id))
     rows = [row for answer in chosen if (row := _row(context, chat, answer)) is not None][: settings.evaluate.live.requests]
     if not rows:
-        raise MustFix("No prompt of the eval split can be sent as text", where="evaluate.live", remedy="measure without it: --set evaluate.live.concurrencies=[]")
+        raise MustFix(
+            "No prompt of the eval split can be sent as text",
+            where="evaluate.live",
+            remedy="measure without it: --set evaluate.live.concurrencies=[]",
+        )
     mode = settings.generate.thinking if thinking else settings.generate.instant
     temperature = mode.temperature if settings.evaluate.live.temperature is None else settings.evaluate.live.temperature
     if temperature > 0 and not torch.cuda.is_available():
@@ -172,7 +186,9 @@ def _measure(context: Context, way: str, config: dict[str, Any] | None, traffic:
         context.run.event("live server started", way=way, process=server.process.pid, command=server.command)
         entry["command"] = server.command
         for concurrency in missing:
-            context.progress(sum(len(w["runs"]) for w in kept["ways"].values()), 2 * len(settings.evaluate.live.concurrencies), "measurements")
+            context.progress(
+                sum(len(w["runs"]) for w in kept["ways"].values()), 2 * len(settings.evaluate.live.concurrencies), "measurements"
+            )
             result = load(
                 server, context.verifier_path, folder / "prompts.jsonl", folder / f"{way}-{concurrency}.json", concurrency=concurrency,
                 requests=len(traffic.prompts), sampling=traffic.sampling, seed=settings.job.seed, trust_remote_code=settings.verifier.trust_remote_code,

@@ -65,7 +65,11 @@ def run(context: Context) -> dict[str, Any]:
     if folder.exists():
         shutil.rmtree(folder)
     os.rename(building, folder)
-    return {"files": len(files) + 1, "bytes": sum(f["bytes"] for f in files.values()), "parameters": sum(p.numel() for p in head.parameters())}
+    return {
+        "files": len(files) + 1,
+        "bytes": sum(f["bytes"] for f in files.values()),
+        "parameters": sum(p.numel() for p in head.parameters()),
+    }
 
 
 def _export_for_sglang(context: Context, head: Eagle3Head, folder: Path, dtype: torch.dtype) -> None:
@@ -89,6 +93,9 @@ def _short(judged: dict[str, Any]) -> dict[str, Any]:
 
 def _published_live(live: dict[str, Any]) -> dict[str, Any]:
     """The figures without commands and errors, which name this machine's paths."""
-    ways = {way: {"runs": {c: {k: v for k, v in run.items() if k != "command"} for c, run in of["runs"].items()}} for way, of in live["ways"].items()}
+    ways = {
+        way: {"runs": {c: {k: v for k, v in run.items() if k != "command"} for c, run in of["runs"].items()}}
+        for way, of in live["ways"].items()
+    }
     shown = ("winner", "replay", "draft_tokens", "sampling", "mode", "requests", "speedup", "same_answers")
     return {key: live[key] for key in shown if key in live} | {"ways": ways}

@@ -98,7 +98,11 @@ def standard_sets(context: Context, pick: "_Picker") -> list[dict[str, Any]]:
         whole = [_row(row, "messages", where=where, name=wanted.name) for where, row in rows]
         found = pick.fitting(_seeded_order(pick.distinct(whole), context.settings.job.seed), wanted.samples or len(whole))
         if not found:
-            raise MustFix(f"The standard set {wanted.name} gives no usable prompt", where=part.source, remedy="correct its source, or raise prompts.max_prompt_tokens")
+            raise MustFix(
+                f"The standard set {wanted.name} gives no usable prompt",
+                where=part.source,
+                remedy="correct its source, or raise prompts.max_prompt_tokens",
+            )
         chosen += found
     return chosen
 
@@ -156,7 +160,9 @@ def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         file = path.open(encoding="utf-8")
     except OSError as error:
-        raise MustFix(f"The prompts cannot be read: {error.strerror}", where=str(path), remedy="name a JSONL file in prompts.source") from error
+        raise MustFix(
+            f"The prompts cannot be read: {error.strerror}", where=str(path), remedy="name a JSONL file in prompts.source"
+        ) from error
     with file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -180,9 +186,15 @@ def _dataset_rows(part: PromptsSettings | PromptSource, revision: str | None) ->
     try:
         data = datasets.load_dataset(name, part.subset, split=part.dataset_split, revision=revision)
     except (DatasetNotFoundError, FileNotFoundError, ValueError) as error:
-        raise MustFix(f"The data set {name!r} cannot be loaded: {error}", where="prompts", remedy="correct the name, subset, split or revision, or give a JSONL file") from error
+        raise MustFix(
+            f"The data set {name!r} cannot be loaded: {error}",
+            where="prompts",
+            remedy="correct the name, subset, split or revision, or give a JSONL file",
+        ) from error
     except (ConnectionError, OSError) as error:
-        raise TryAgain(f"The data set {name!r} cannot be reached: {error}", where="prompts", remedy="run it again when the hub answers") from error
+        raise TryAgain(
+            f"The data set {name!r} cannot be reached: {error}", where="prompts", remedy="run it again when the hub answers"
+        ) from error
     for number, row in enumerate(data):
         yield f"{name}, row {number}", dict(row)
 
@@ -192,13 +204,19 @@ def _row(row: dict[str, Any], field: str, *, where: str, name: str) -> dict[str,
     if isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
     if not isinstance(turns, list) or not turns:
-        raise MustFix(f"`{field}` is missing or empty", where=where, remedy="write a list of {role, content}, or set prompts.messages_field")
+        raise MustFix(
+            f"`{field}` is missing or empty", where=where, remedy="write a list of {role, content}, or set prompts.messages_field"
+        )
     messages = []
     for turn in turns:
         role = ROLES.get(str(turn.get("role", turn.get("from")))) if isinstance(turn, dict) else None
         content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
         if role is None or not isinstance(content, str):
-            raise MustFix(f"A turn is no message: {str(turn)[:80]!r}", where=where, remedy="each needs a role (system, user, tool, assistant) and text content")
+            raise MustFix(
+                f"A turn is no message: {str(turn)[:80]!r}",
+                where=where,
+                remedy="each needs a role (system, user, tool, assistant) and text content",
+            )
         if role != "assistant":
             messages.append({"role": role, "content": content})
     split = row.get("split", "train")
@@ -206,7 +224,9 @@ def _row(row: dict[str, Any], field: str, *, where: str, name: str) -> dict[str,
         raise MustFix(f"`split` is {split!r}", where=where, remedy="write train or eval")
     identity = str(row.get("id") or hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16])
     if "#" in identity or any(c.isspace() for c in identity):
-        raise MustFix(f"The id {identity!r} holds a # or white space", where=where, remedy="use another id, # separates the turns of a conversation")
+        raise MustFix(
+            f"The id {identity!r} holds a # or white space", where=where, remedy="use another id, # separates the turns of a conversation"
+        )
     return {"id": identity, "messages": messages, "source": str(row.get("source", name)), "split": split}
 
 

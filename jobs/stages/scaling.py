@@ -24,12 +24,26 @@ from jobs.storage.states import StateStore
 
 __all__ = ["FREE_SETTINGS", "NAME", "SETTINGS", "inputs", "outputs", "run"]
 NAME = "scaling"
-SETTINGS = ("evaluate.scaling", "verifier.dtype", "evaluate.draft_tokens", "evaluate.bootstrap", "train", "job.seed", "heads.warm_start", "verifier.taps")
+SETTINGS = (
+    "evaluate.scaling",
+    "verifier.dtype",
+    "evaluate.draft_tokens",
+    "evaluate.bootstrap",
+    "train",
+    "job.seed",
+    "heads.warm_start",
+    "verifier.taps",
+)
 
 
 def inputs(context: Context) -> list[Path]:
     train_split = context.states("train")
-    return [context.path / "evaluation.json", context.path / "vocab.safetensors", train_split / "index.jsonl", train_split / "responses.jsonl"]
+    return [
+        context.path / "evaluation.json",
+        context.path / "vocab.safetensors",
+        train_split / "index.jsonl",
+        train_split / "responses.jsonl",
+    ]
 
 
 def outputs(context: Context) -> list[Path]:
@@ -45,13 +59,28 @@ def run(context: Context) -> dict[str, Any]:
         steps = _train(context, store, ids, share)
         judged = judging.judge_all(context, {f"scaling-{share:g}": steps.pop("candidate")}, evaluation)[f"scaling-{share:g}"]
         figures = judging.figures(context, judged)
-        rows.append({"share": share, **_size(store, ids), **steps, "acceptance_length": figures["acceptance_length"], "whole_gains": judging.gain(context, whole, judged)})
+        rows.append(
+            {
+                "share": share,
+                **_size(store, ids),
+                **steps,
+                "acceptance_length": figures["acceptance_length"],
+                "whole_gains": judging.gain(context, whole, judged),
+            }
+        )
         write_json_atomically(context.path / "scaling.json", {"rows": rows})
     counts = context.run.stage("train")["counts"]
     figures = read_json(context.path / "evaluation.json")["heads"]["trained"]
-    rows.append({"share": 1.0, **_size(store, store.ids()), "steps": counts.get("steps"), "acceptance_length": figures["acceptance_length"]})
+    rows.append(
+        {"share": 1.0, **_size(store, store.ids()), "steps": counts.get("steps"), "acceptance_length": figures["acceptance_length"]}
+    )
     write_json_atomically(context.path / "scaling.json", {"rows": rows})
-    return {"table": [{"samples": row["samples"], "tokens": row["tokens"], "acceptance_length": round(row["acceptance_length"]["mean"], 4)} for row in rows]}
+    return {
+        "table": [
+            {"samples": row["samples"], "tokens": row["tokens"], "acceptance_length": round(row["acceptance_length"]["mean"], 4)}
+            for row in rows
+        ]
+    }
 
 
 def first_share(ids: list[str], share: float, seed: int) -> list[str]:

@@ -116,7 +116,11 @@ def refuse_sampling_on_cpu(context: Context) -> None:
     settings = context.settings
     share, generate = settings.prompts.thinking_share, settings.generate
     used = {"thinking": (share > 0, generate.thinking), "instant": (share < 1, generate.instant)}
-    hot = [f"generate.{mode}.temperature = {sampling.temperature:g}" for mode, (asked, sampling) in used.items() if asked and sampling.temperature > 0]
+    hot = [
+        f"generate.{mode}.temperature = {sampling.temperature:g}"
+        for mode, (asked, sampling) in used.items()
+        if asked and sampling.temperature > 0
+    ]
     if hot and not torch.cuda.is_available():
         raise MustFix(
             f"Without a GPU speculation verifies greedily only, and {' and '.join(hot)}", where=f"generate.speculate = {generate.speculate!r}",
@@ -169,7 +173,9 @@ def live(context: Context, split: str) -> dict[str, dict[str, Any]]:
     """Head -> what vLLM counted of it over all starts of a split: acceptance length over the steps that drafted, as vLLM gives it."""
     path, found = context.path / FILE, {}
     for entry in read_json(path).get(split, []) if path.exists() else []:
-        sums = found.setdefault(entry["head"], {"drafts": 0, "draft_tokens": 0, "accepted": [0] * len(entry["accepted"]), "answers": 0, "starts": 0})
+        sums = found.setdefault(
+            entry["head"], {"drafts": 0, "draft_tokens": 0, "accepted": [0] * len(entry["accepted"]), "answers": 0, "starts": 0}
+        )
         sums["starts"] += 1
         sums["taps"] = entry["taps"]
         for key in ("drafts", "draft_tokens", "answers"):

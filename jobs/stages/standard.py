@@ -67,7 +67,12 @@ def row_of(wanted: StandardPrompts, number: int, raw: dict[str, Any]) -> dict[st
         return None
     messages = [{"role": "user", "content": template.format(turn)} if isinstance(turn, str) else turn for turn in said]
     identity = next((str(raw[field]) for field in IDS if raw.get(field) is not None), str(number))
-    return {"id": f"{PREFIX}{wanted.name}.{re.sub(r'[^a-zA-Z0-9_.-]', '-', identity)}", "messages": messages, "source": wanted.name, "split": "eval"}
+    return {
+        "id": f"{PREFIX}{wanted.name}.{re.sub(r'[^a-zA-Z0-9_.-]', '-', identity)}",
+        "messages": messages,
+        "source": wanted.name,
+        "split": "eval",
+    }
 
 
 def set_of(sample_id: str) -> str | None:

@@ -43,7 +43,9 @@ def run(context: Context) -> dict[str, Any]:
     depth, log = settings.evaluate.draft_tokens, JsonLog(context.path / "train.jsonl")
 
     def replay(current: Eagle3Head) -> dict[str, Any]:
-        judged = judge(judging.as_served(context, current), evaluation, judged_ids, depth, name="in training", should_stop=context.should_stop)
+        judged = judge(
+            judging.as_served(context, current), evaluation, judged_ids, depth, name="in training", should_stop=context.should_stop
+        )
         return {"acceptance": judged.mean_acceptance_length, "rates": judged.walk.rates}
 
     def report(line: dict[str, Any]) -> None:

@@ -79,5 +79,9 @@ def token_counts(context: Context, split: str) -> Counter[int]:
     for sample_id in (i for i in store.ids() if standard.set_of(i) is None):
         counts.update(store.response(sample_id).response_token_ids)
     if not counts:
-        raise MustFix(f"The {split} split holds no response", where=str(context.states(split)), remedy=f"generate it again with --redo generate.{split}")
+        raise MustFix(
+            f"The {split} split holds no response",
+            where=str(context.states(split)),
+            remedy=f"generate it again with --redo generate.{split}",
+        )
     return counts

@@ -169,7 +169,14 @@ class CaptureExtension:
     """
 
     def capture_open(
-        self, folder: str, layout: dict, tap_ids: list[int], shard_bytes: int, extent_rows: int, lm_head: list[str] | None, replicas: int = 1
+        self,
+        folder: str,
+        layout: dict,
+        tap_ids: list[int],
+        shard_bytes: int,
+        extent_rows: int,
+        lm_head: list[str] | None,
+        replicas: int = 1,
     ) -> dict | None:
         """Open (or recover) the store in `folder` and capture into it from the next step on.
 
@@ -185,7 +192,9 @@ class CaptureExtension:
             if _writes():
                 member = Member(self.parallel_config.data_parallel_index, replicas) if replicas > 1 else Member()
                 memory = LIMIT_BYTES // replicas  # of one machine
-                writer = StateWriter(Path(folder), layout, shard_bytes=shard_bytes, extent_rows=extent_rows, memory_bytes=memory, member=member)
+                writer = StateWriter(
+                    Path(folder), layout, shard_bytes=shard_bytes, extent_rows=extent_rows, memory_bytes=memory, member=member
+                )
                 sink = StoreThread(writer, self._capture.stream)
                 if lm_head:
                     sink.check_with(Path(lm_head[0]), lm_head[1], LOGPROB_TOLERANCE[layout.dtype])
@@ -203,7 +212,11 @@ class CaptureExtension:
         if sink is None:
             return None
         done = sink.finish([Ended(*sample) for sample in samples], wait)
-        return {"done": done, "failure": None if sink.failure is None else describe(sink.failure), "waits": (sink.waited, sink.writer.waited)}
+        return {
+            "done": done,
+            "failure": None if sink.failure is None else describe(sink.failure),
+            "waits": (sink.waited, sink.writer.waited),
+        }
 
     def capture_discard(self, samples: list[str]) -> None:
         if self._capture.sink is not None:

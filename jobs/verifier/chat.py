@@ -54,7 +54,9 @@ class Chat:
             ids = self.tokenizer.apply_chat_template(list(messages), tokenize=True, add_generation_prompt=True, thinking=thinking)
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             roles = [message.get("role") for message in messages]
-            raise MustFix(f"The chat template refuses the messages ({error})", where=f"roles {roles}", remedy="correct or drop that conversation") from error
+            raise MustFix(
+                f"The chat template refuses the messages ({error})", where=f"roles {roles}", remedy="correct or drop that conversation"
+            ) from error
         return [int(i) for i in ids]
 
     def assistant_message(self, response_token_ids: Sequence[int], thinking: bool) -> dict[str, str]:
@@ -99,7 +101,9 @@ def _load(model: Path) -> Chat:
         tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=True)
     except Exception as error:  # noqa: BLE001  remote code, and transformers' guesses in its absence, raise anything
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise MustFix(f"The tokenizer cannot be loaded: {reason}", where=str(model), remedy="name a checkpoint folder with its tokenizer") from error
+        raise MustFix(
+            f"The tokenizer cannot be loaded: {reason}", where=str(model), remedy="name a checkpoint folder with its tokenizer"
+        ) from error
     if not tokenizer.chat_template:
         raise MustFix("The tokenizer has no chat template", where=str(model), remedy="add chat_template.jinja from the model's repository")
     think, end = (tokenizer.convert_tokens_to_ids(token) for token in (THINK, END_OF_THINKING))

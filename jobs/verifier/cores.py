@@ -57,7 +57,9 @@ class OneCore:
     def step(self) -> list[Answered]:
         """One step of the engine; what ended in it. Raises whatever vLLM raises: the engine is of no use then."""
         ended = [output for output in self._engine.step() if output.finished]
-        return [Answered(output.request_id, list(output.outputs[0].token_ids), output.outputs[0].finish_reason or "abort") for output in ended]
+        return [
+            Answered(output.request_id, list(output.outputs[0].token_ids), output.outputs[0].finish_reason or "abort") for output in ended
+        ]
 
     def call(self, method: str, arguments: Mapping[int, tuple]) -> list[Any]:
         """Call the workers' `method` with the arguments of each replica; the answers of all their workers."""
@@ -135,7 +137,9 @@ class Replicas:
     def call(self, method: str, arguments: Mapping[int, tuple]) -> list[Any]:
         client = self.llm.engine_core
         waiting = {
-            asyncio.run_coroutine_threadsafe(client._call_utility_async("collective_rpc", method, None, given, None, engine=client.core_engines[replica]), self._loop)
+            asyncio.run_coroutine_threadsafe(
+                client._call_utility_async("collective_rpc", method, None, given, None, engine=client.core_engines[replica]), self._loop
+            )
             for replica, given in arguments.items()
         }
         answers = list(waiting)

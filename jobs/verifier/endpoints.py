@@ -54,7 +54,9 @@ class Expected:
 
     @classmethod
     def of(cls, settings: Settings) -> "Expected":
-        return cls((settings.generate.endpoint_model or settings.verifier.model,), settings.verifier.max_model_len, settings.verifier.stall_seconds)
+        return cls(
+            (settings.generate.endpoint_model or settings.verifier.model,), settings.verifier.max_model_len, settings.verifier.stall_seconds
+        )
 
 
 def addresses(settings: Settings) -> list[str]:
@@ -116,7 +118,12 @@ async def served_name(client: aiohttp.ClientSession, url: str, expected: Expecte
 
 
 async def answer(
-    client: aiohttp.ClientSession, url: str, model: str, request: Request, silence: float, on_tokens: Callable[[int], None] = lambda count: None
+    client: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    request: Request,
+    silence: float,
+    on_tokens: Callable[[int], None] = lambda count: None,
 ) -> Finished:
     """One turn answered by the server, told token by token to `on_tokens`; raises as `served_name` does."""
     limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=silence)
@@ -129,7 +136,9 @@ async def answer(
     except (aiohttp.ClientError, OSError) as error:
         raise Unanswered(_reason(error)) from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise MustFix(f"Its answer is not a vLLM server's: {type(error).__name__} {error}", where=f"generate.endpoints, {url}", remedy=SERVE) from error
+        raise MustFix(
+            f"Its answer is not a vLLM server's: {type(error).__name__} {error}", where=f"generate.endpoints, {url}", remedy=SERVE
+        ) from error
 
 
 def _body(model: str, request: Request) -> dict[str, Any]:
@@ -146,10 +155,16 @@ async def _refuse(reply: aiohttp.ClientResponse, url: str) -> None:
         return
     said = " ".join((await reply.text(errors="replace")).split())[:300]
     if reply.status in (401, 403):
-        raise MustFix(f"It refuses the key (HTTP {reply.status})", where=f"generate.endpoints, {url}", remedy=f"give the servers' key in the environment variable {KEY_VARIABLE}")
+        raise MustFix(
+            f"It refuses the key (HTTP {reply.status})",
+            where=f"generate.endpoints, {url}",
+            remedy=f"give the servers' key in the environment variable {KEY_VARIABLE}",
+        )
     if reply.status in (408, 429) or reply.status >= 500:
         raise Unanswered(f"HTTP {reply.status} {said}".strip())
-    raise MustFix(f"It refuses a request with HTTP {reply.status}: {said or reply.reason}", where=f"generate.endpoints, {url}", remedy=SERVE)
+    raise MustFix(
+        f"It refuses a request with HTTP {reply.status}: {said or reply.reason}", where=f"generate.endpoints, {url}", remedy=SERVE
+    )
 
 
 async def _read(reply: aiohttp.ClientResponse, url: str, request: Request, on_tokens: Callable[[int], None]) -> Finished:
@@ -168,7 +183,9 @@ async def _read(reply: aiohttp.ClientResponse, url: str, request: Request, on_to
         for choice in event["choices"]:
             prompt = prompt or choice.get("prompt_token_ids")
             if (new := choice.get("token_ids")) is None or prompt is None:
-                raise MustFix("It returns no token ids, and an answer is never tokenized again", where=f"generate.endpoints, {url}", remedy=SERVE)
+                raise MustFix(
+                    "It returns no token ids, and an answer is never tokenized again", where=f"generate.endpoints, {url}", remedy=SERVE
+                )
             tokens += new
             on_tokens(len(new))
             reason = choice.get("finish_reason") or reason
@@ -200,7 +217,11 @@ def unfit(settings: Settings) -> dict[str, MustFix | TryAgain]:
         except MustFix as error:
             return error
         except Unanswered as error:
-            return TryAgain(f"The server does not answer: {error}", where=f"generate.endpoints, {url}", remedy="start it, and run the same command again")
+            return TryAgain(
+                f"The server does not answer: {error}",
+                where=f"generate.endpoints, {url}",
+                remedy="start it, and run the same command again",
+            )
         return None
 
     async def look_at_all() -> list[MustFix | TryAgain | None]:

@@ -346,7 +346,9 @@ def prepare_environment(settings: VerifierSettings, facts: VerifierFacts) -> Non
         os.environ.setdefault(name, value)
 
 
-def _arguments(model: Path, settings: VerifierSettings, facts: VerifierFacts, seed: int, taps: tuple[int, ...], drafter: Drafter | None = None) -> dict[str, Any]:
+def _arguments(
+    model: Path, settings: VerifierSettings, facts: VerifierFacts, seed: int, taps: tuple[int, ...], drafter: Drafter | None = None
+) -> dict[str, Any]:
     spread = parallel(model, settings)
     arguments: dict[str, Any] = {
         "model": str(model),

@@ -143,7 +143,9 @@ def weight_files(model: Path) -> list[Path]:
         files = sorted(model.glob("*.safetensors"))
     missing = [path for path in files if not path.exists()]
     if missing or not files:
-        raise MustFix("Weights are missing", where=str(missing[0] if missing else model / "*.safetensors"), remedy="fetch the verifier again")
+        raise MustFix(
+            "Weights are missing", where=str(missing[0] if missing else model / "*.safetensors"), remedy="fetch the verifier again"
+        )
     return files
 
 

@@ -35,7 +35,13 @@ def refuse_too_large(model: Path, settings: VerifierSettings, drafter: Drafter |
         gpus = settings.tensor_parallel_size
         share = gpus // replicas
         given, what = int(device_bytes() * settings.gpu_memory_utilization), f"each of {gpus} GPU(s)"
-        needed = experts // gpus + (weights - experts) // share + (cache if text.get("kv_lora_rank") else cache // share) + head // share + OVERHEAD_BYTES
+        needed = (
+            experts // gpus
+            + (weights - experts) // share
+            + (cache if text.get("kv_lora_rank") else cache // share)
+            + head // share
+            + OVERHEAD_BYTES
+        )
     else:
         import psutil
 
@@ -71,7 +77,7 @@ def of_data_parallel_attention(model: Path, settings: VerifierSettings, memory: 
     split, replicated = max(0, given - (experts + others) // gpus) // token, gpus * (max(0, given - experts // gpus - others) // token)
     longest = settings.max_num_seqs * settings.max_model_len
     return (
-        f"the cache holds {split / 1e6:.1f} million tokens, {settings.max_num_seqs} requests have {longest / 1e6:.1f} at most; \"dp_ep\" would hold "
+        f'the cache holds {split / 1e6:.1f} million tokens, {settings.max_num_seqs} requests have {longest / 1e6:.1f} at most; "dp_ep" would hold '
         f"{replicated / 1e6:.1f} and read less from {others / token / 1e6:.1f} million in flight on, but nobody has measured it here"
     )
 

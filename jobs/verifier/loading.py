@@ -39,7 +39,9 @@ def refuse_missing_loader(settings: VerifierSettings) -> None:
         return
     where = f'verifier.load = "{settings.load}"'
     if find_spec(package) is None:
-        raise MustFix(f"The package {package.replace('_', '-')} is not installed", where=where, remedy='install it into the image, or use "lazy"')
+        raise MustFix(
+            f"The package {package.replace('_', '-')} is not installed", where=where, remedy='install it into the image, or use "lazy"'
+        )
     import torch
 
     if settings.load == "fastsafetensors" and not torch.cuda.is_available():

@@ -86,7 +86,11 @@ class LogprobGate:
         tokens = torch.tensor([token for check in batch for token in check.tokens])  # [r]
         found = logprobs(torch.cat([check.final for check in batch]), self._head, tokens)  # [r]
         for check, mine in zip(batch, found.split([len(check.tokens) for check in batch]), strict=True):
-            wrong = [place for place, (a, b) in enumerate(zip(mine.tolist(), check.logprob.tolist(), strict=True)) if not abs(a - b) <= self._tolerance]
+            wrong = [
+                place
+                for place, (a, b) in enumerate(zip(mine.tolist(), check.logprob.tolist(), strict=True))
+                if not abs(a - b) <= self._tolerance
+            ]
             reason = None
             if wrong:
                 at = wrong[0]

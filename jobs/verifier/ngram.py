@@ -83,5 +83,7 @@ def _window(lookup_min: int | None, lookup_max: int | None) -> tuple[int, int]:
     low = lookup_max if lookup_min is None else lookup_min
     high = lookup_min if lookup_max is None else lookup_max
     if not 1 <= low <= high:
-        raise MustFix(f"An n-gram window of {low} to {high} tokens is empty", where="heads.ngram_window", remedy="take 1 <= lookup_min <= lookup_max")
+        raise MustFix(
+            f"An n-gram window of {low} to {high} tokens is empty", where="heads.ngram_window", remedy="take 1 <= lookup_min <= lookup_max"
+        )
     return low, high

@@ -44,7 +44,9 @@ def end_with(driver: int, others: Sequence[int]) -> None:
         return
     parent = os.getppid()  # the core, where the worker is not in the core's own process
     watched = _Ending(driver)
-    ended = [psutil.Process(pid) for pid in [*others, *([parent] if parent != driver else [])]]  # by start time too: an id may be used again
+    ended = [
+        psutil.Process(pid) for pid in [*others, *([parent] if parent != driver else [])]
+    ]  # by start time too: an id may be used again
 
     def wait() -> None:
         watched.wait()

@@ -74,5 +74,9 @@ def parallel(model: Path, settings: VerifierSettings, cuda: bool | None = None) 
     if columns >= NARROW:
         return Parallel(False, f"{columns} columns of each expert on each of {gpus} GPUs fill the kernels' tiles; {same}")
     if tokens < MANY:
-        return Parallel(False, f"{tokens:.1f} tokens an expert at {settings.max_num_seqs} requests would leave GPUs waiting for the fullest; {same}")
-    return Parallel(True, f"{columns} columns of each expert on each of {gpus} GPUs are too narrow, and {tokens:.0f} tokens an expert even out; {same}")
+        return Parallel(
+            False, f"{tokens:.1f} tokens an expert at {settings.max_num_seqs} requests would leave GPUs waiting for the fullest; {same}"
+        )
+    return Parallel(
+        True, f"{columns} columns of each expert on each of {gpus} GPUs are too narrow, and {tokens:.0f} tokens an expert even out; {same}"
+    )

@@ -11,6 +11,7 @@ whether it is back. Sockets live in a thread with an event loop; everything else
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections import Counter, deque
@@ -184,7 +185,11 @@ class Traffic:
         server.state = "lost"
         self._waiting.extendleft(reversed(taken))
         if all(other.state == "lost" for other in self._servers):
-            all_gone = "No server for generation answers any more, the last one failed with" if len(self._servers) > 1 else "The server for generation does not answer"
+            all_gone = (
+                "No server for generation answers any more, the last one failed with"
+                if len(self._servers) > 1
+                else "The server for generation does not answer"
+            )
             self._fail(TryAgain(
                 f"{all_gone}: {why}",
                 where=f"generate.endpoints, {server.url}", remedy="start the servers, and run the same command again, finished answers are kept",
@@ -199,7 +204,9 @@ class Traffic:
             self.news.put(text)
 
     def _fail(self, error: Exception) -> None:
-        self.failure = self.failure or (error if isinstance(error, JobError) else JobError(f"A request to the servers failed with {type(error).__name__}: {error}"))
+        self.failure = self.failure or (
+            error if isinstance(error, JobError) else JobError(f"A request to the servers failed with {type(error).__name__}: {error}")
+        )
 
 
 def start(settings: Settings, engine: Callable[[], Any], say: Callable[[str], None]) -> "RemoteAnswers":
@@ -252,7 +259,12 @@ class RemoteAnswers:
         self._answered.extend(kept)
         self._engine.discard(samples)
 
-    def run(self, requests: Iterable[Request], on_finished: Callable[[Finished], Iterable[Request]], should_stop: Callable[[], bool] = lambda: False) -> None:
+    def run(
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Finished], Iterable[Request]],
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         """As VerifierEngine.run. TryAgain when no server answers, MustFix for one that serves something else: in both
         cases what has been answered is prefilled and handed out first."""
         source = iter(requests)
@@ -306,10 +318,8 @@ class RemoteAnswers:
             self._take(self._traffic.arrived.get())
 
     def _wait(self) -> None:
-        try:
+        with contextlib.suppress(queue.Empty):
             self._take(self._traffic.arrived.get(timeout=WAIT_SECONDS))
-        except queue.Empty:
-            pass
 
     def _take(self, finished: Finished) -> None:
         if self._asked.pop(finished.request.id, None) is None:
@@ -327,7 +337,9 @@ class RemoteAnswers:
             return None
         finished = self._answered.popleft()
         self._prefilled[finished.request.id] = finished
-        return Request(id=finished.request.id, prompt_token_ids=finished.request.prompt_token_ids, response_token_ids=finished.response_token_ids)
+        return Request(
+            id=finished.request.id, prompt_token_ids=finished.request.prompt_token_ids, response_token_ids=finished.response_token_ids
+        )
 
 
 class _Arrived:

@@ -116,7 +116,9 @@ class SeededSampler:
         self._seeds: np.ndarray | None = None  # of this step, [requests]
         self._sample, runner._sample = runner._sample, self._around_sample
         runner.sampler.topk_topp_sampler.forward = self._forward
-        if self.device.type == "cuda":  # compiled before the first step, for the most rows there may be: made for few, it is half as fast with many
+        if (
+            self.device.type == "cuda"
+        ):  # compiled before the first step, for the most rows there may be: made for few, it is half as fast with many
             with torch.inference_mode():
                 logits = torch.zeros(runner.max_num_reqs, runner.model_config.get_vocab_size(), device=self.device)
                 self._draw(logits, np.zeros(len(logits), np.uint64), None)

@@ -63,7 +63,14 @@ class Server:
 
 @contextlib.contextmanager
 def served(
-    model: Path, settings: VerifierSettings, log: Path, *, speculative: dict[str, Any] | None, seed: int, start_seconds: float, should_stop: Callable[[], None]
+    model: Path,
+    settings: VerifierSettings,
+    log: Path,
+    *,
+    speculative: dict[str, Any] | None,
+    seed: int,
+    start_seconds: float,
+    should_stop: Callable[[], None],
 ) -> Iterator[Server]:
     """The verifier served for as long as the context lasts; every process it started has ended afterwards.
 
@@ -81,7 +88,9 @@ def served(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         # A session of its own: Ctrl-C is for this process, which ends the server in order.
-        process = start_with_this_process(command, stdout=output, stderr=subprocess.STDOUT, env=_environment(model, settings), start_new_session=True)
+        process = start_with_this_process(
+            command, stdout=output, stderr=subprocess.STDOUT, env=_environment(model, settings), start_new_session=True
+        )
     with log.with_name(log.stem + "-load.log").open("wb") as output:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": output}
         bench = subprocess.Popen([sys.executable, "-m", "jobs.verifier.bench"], env=_environment(model, settings), **pipes)
@@ -124,7 +133,11 @@ def serve_arguments(model: Path, settings: VerifierSettings, speculative: dict[s
     if speculative is not None:
         arguments["--speculative-config"] = json.dumps(speculative)
     flags = ["--no-enable-prefix-caching"]
-    flags += ["--trust-remote-code"] * settings.trust_remote_code + ["--enable-expert-parallel"] * spread.experts + ["--enforce-eager"] * settings.enforce_eager
+    flags += (
+        ["--trust-remote-code"] * settings.trust_remote_code
+        + ["--enable-expert-parallel"] * spread.experts
+        + ["--enforce-eager"] * settings.enforce_eager
+    )
     return [*(part for name, value in arguments.items() for part in (name, str(value))), *flags]
 
 
@@ -157,7 +170,11 @@ def load(
     server.check()
     log = server.log.with_name(server.log.stem + "-load.log")
     if not done or not out.exists():
-        raise TryAgain(f"The load at concurrency {concurrency} ended without a result{last_error(log)}", where=str(log), remedy="run the same command again")
+        raise TryAgain(
+            f"The load at concurrency {concurrency} ended without a result{last_error(log)}",
+            where=str(log),
+            remedy="run the same command again",
+        )
     result = json.loads(out.read_text())
     if result["failed"] or result["completed"] < requests:
         # A killed server's connections break before its end can be waited for: what failed is then its death, not its requests.
@@ -187,7 +204,9 @@ def _watched(server: Server, options: list[str], stall_seconds: float, should_st
             if now is not None and now != tokens:
                 tokens, since = now, time.monotonic()
         if time.monotonic() - since > stall_seconds:
-            raise TryAgain(f"The live server gave no token for {stall_seconds:g} s", where=str(server.log), remedy="run the same command again")
+            raise TryAgain(
+                f"The live server gave no token for {stall_seconds:g} s", where=str(server.log), remedy="run the same command again"
+            )
 
 
 def _generated_tokens(url: str) -> float | None:
@@ -208,7 +227,11 @@ def _wait_until_it_answers(server: Server, seconds: float, should_stop: Callable
             if answer.status == 200:
                 return
         if time.monotonic() - begun > seconds:
-            raise TryAgain(f"The live server did not answer within {seconds:g} s", where=str(server.log), remedy="raise evaluate.live.start_seconds, or see its log")
+            raise TryAgain(
+                f"The live server did not answer within {seconds:g} s",
+                where=str(server.log),
+                remedy="raise evaluate.live.start_seconds, or see its log",
+            )
         time.sleep(POLL_SECONDS)
 
 

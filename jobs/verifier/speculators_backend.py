@@ -52,7 +52,11 @@ class SpeculatorsVerifier:
         self.model, self.facts = Path(model), VerifierFacts.read(Path(model))
         outside = [tap for tap in taps if not 1 <= tap <= self.facts.layers]
         if outside:
-            raise MustFix(f"speculators gives no state for tap {outside[0]}", where="verifier.taps", remedy=f"choose ids from 1 to {self.facts.layers}")
+            raise MustFix(
+                f"speculators gives no state for tap {outside[0]}",
+                where="verifier.taps",
+                remedy=f"choose ids from 1 to {self.facts.layers}",
+            )
         # The output of the last layer is what the final norm is applied to.
         self._layers = sorted({tap - 1 for tap in taps} | {self.facts.layers - 1})
         self._norm = read_tensor(self.model, self.facts.final_norm_name).float()  # [H]
@@ -101,7 +105,10 @@ def extract(context: "Context", split: str, layout: StateLayout, responses: Sequ
     settings, folder = context.settings, context.states(split)
     begun, dropped, tokens = time.monotonic(), Counter[str](), 0
     states = settings.states
-    with ResponseLog(folder) as log, StateWriter(folder, layout, shard_bytes=states.shard_mib << 20, extent_rows=states.extent_rows) as writer:
+    with (
+        ResponseLog(folder) as log,
+        StateWriter(folder, layout, shard_bytes=states.shard_mib << 20, extent_rows=states.extent_rows) as writer,
+    ):
         done = log.ids()
         fitting = [response for response in responses if 2 <= response.tokens <= settings.verifier.max_model_len]
         dropped["length"] = len(responses) - len(fitting)
@@ -144,7 +151,9 @@ def _refuse_many_dropped(context: "Context", split: str, dropped: int, of: int) 
 def _counts(split: str, log: ResponseLog, dropped: Counter[str], rate: float) -> dict[str, Any]:
     responses = list(log)
     if not responses:
-        raise MustFix(f"The {split} split has no response", where=str(log.path), remedy="name a folder with responses in generate.responses")
+        raise MustFix(
+            f"The {split} split has no response", where=str(log.path), remedy="name a folder with responses in generate.responses"
+        )
     tokens, answered = sum(r.tokens for r in responses), sum(len(r.response_token_ids) for r in responses)
     return {
         "turns": len(responses),
@@ -165,7 +174,9 @@ def _start(model: Path, settings: VerifierSettings, layers: list[int]):
     try:
         from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
     except ImportError as error:
-        raise MustFix(f"speculators' generator cannot be imported: {error}", where='generate.backend = "speculators"', remedy=INSTALL) from error
+        raise MustFix(
+            f"speculators' generator cannot be imported: {error}", where='generate.backend = "speculators"', remedy=INSTALL
+        ) from error
 
     class Generator(VllmHiddenStatesGenerator):
         def _create_vllm_config(self, **arguments):
@@ -184,6 +195,10 @@ def _start(model: Path, settings: VerifierSettings, layers: list[int]):
     except JobError:
         raise
     except (ValueError, NotImplementedError) as error:
-        raise MustFix(f"speculators' generator refuses the verifier: {error}", where=str(model), remedy="correct the settings under [verifier]") from error
+        raise MustFix(
+            f"speculators' generator refuses the verifier: {error}", where=str(model), remedy="correct the settings under [verifier]"
+        ) from error
     except Exception as error:
-        raise TryAgain(f"speculators' generator did not start: {type(error).__name__}: {error}", where=str(model), remedy="run the same command again") from error
+        raise TryAgain(
+            f"speculators' generator did not start: {type(error).__name__}: {error}", where=str(model), remedy="run the same command again"
+        ) from error

@@ -31,10 +31,16 @@ LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
 CONFIGURATION = "VLLM_LOGGING_CONFIG_PATH"
 LONGEST = 400  # characters of an exception's own words in a sentence
 # Advice in words of vLLM's command line, links, and pydantic's appendix: what this project says instead is the remedy.
-ADVICE = re.compile(r" (?:Try (?:increasing|decreasing|lowering)|Please try|See https?:|\[type=|For further information visit|Decrease GPU memory|GPU \d+ has a total)")
+ADVICE = re.compile(
+    r" (?:Try (?:increasing|decreasing|lowering)|Please try|See https?:|\[type=|For further information visit|Decrease GPU memory|GPU \d+ has a total)"
+)
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # the second is torch's allocator on CPU
-SMALL_CACHE = ("No available memory for the cache blocks", "larger than the available KV cache memory", "not enough GPU memory available to serve")
+SMALL_CACHE = (
+    "No available memory for the cache blocks",
+    "larger than the available KV cache memory",
+    "not enough GPU memory available to serve",
+)
 OCCUPIED = "is less than desired GPU memory utilization"
 # The driver and the core say so of a process that they wait for; where nothing else was noted, it was killed or crashed.
 CONSEQUENCES = ("See root cause above", "See stack trace for root cause", "check the stack trace above for the root cause")
@@ -143,7 +149,11 @@ def judged(raised: Raised, model: Path, *, noted: bool) -> JobError:
         return refused
     if PASSING not in raised.text and LASTING & set(raised.kinds):
         what = words if "ValueError" in raised.kinds else f"{name}: {words}"
-        return MustFix(f"vLLM refuses the verifier: {what}", where=where, remedy="; ".join(filter(None, ["correct the settings under [verifier]", traceback])))
+        return MustFix(
+            f"vLLM refuses the verifier: {what}",
+            where=where,
+            remedy="; ".join(filter(None, ["correct the settings under [verifier]", traceback])),
+        )
     again = "run the same command again"
     if any(mark in raised.text for mark in CONSEQUENCES):
         return TryAgain(
@@ -156,16 +166,26 @@ def judged(raised: Raised, model: Path, *, noted: bool) -> JobError:
 def _known(raised: Raised, words: str, where: str) -> MustFix | None:
     """What is known by more than its type, with a remedy of its own."""
     if {"OutOfMemoryError", "MemoryError"} & set(raised.kinds) or any(mark in raised.text for mark in OUT_OF_MEMORY):
-        return MustFix(f"The verifier does not fit: {words}", where=where, remedy="use more GPUs (verifier.tensor_parallel_size) or a smaller verifier.max_model_len")
+        return MustFix(
+            f"The verifier does not fit: {words}",
+            where=where,
+            remedy="use more GPUs (verifier.tensor_parallel_size) or a smaller verifier.max_model_len",
+        )
     if any(mark in raised.text for mark in SMALL_CACHE):
         return MustFix(
             f"The KV cache cannot hold one request of verifier.max_model_len tokens: {words}", where=where,
             remedy="lower verifier.max_model_len, use more GPUs (verifier.tensor_parallel_size), or raise verifier.gpu_memory_utilization (verifier.kv_cache_gib on CPU)",
         )  # fmt: skip
     if OCCUPIED in raised.text:
-        return MustFix(f"The GPUs are not free: {words}", where=where, remedy="end what else runs there (nvidia-smi names it) or lower verifier.gpu_memory_utilization")
+        return MustFix(
+            f"The GPUs are not free: {words}",
+            where=where,
+            remedy="end what else runs there (nvidia-smi names it) or lower verifier.gpu_memory_utilization",
+        )
     if raised.errno == errno.ENOSPC or "No space left on device" in raised.text:
-        return MustFix(f"A disk is full: {words}", where=where, remedy="free space in the cache folders and in /dev/shm (docker's --shm-size)")
+        return MustFix(
+            f"A disk is full: {words}", where=where, remedy="free space in the cache folders and in /dev/shm (docker's --shm-size)"
+        )
     return None
 
 

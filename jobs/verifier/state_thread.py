@@ -78,7 +78,9 @@ class Spans(NamedTuple):
         samples, *columns = zip(*several, strict=True)
         whole = cls(list(itertools.chain(*samples)), *map(np.concatenate, columns))
         each = [len(spans.samples) for spans in several]
-        return whole._replace(first_row=whole.first_row + np.repeat(first_rows, each), request=whole.request + np.repeat(first_requests, each))
+        return whole._replace(
+            first_row=whole.first_row + np.repeat(first_rows, each), request=whole.request + np.repeat(first_requests, each)
+        )
 
     def may_know_next(self) -> np.ndarray:
         """[n] bool: whether rows before the sampled ones can have a next token that is known already."""
@@ -290,7 +292,9 @@ class StoreThread:
             spans = spans.only(np.array([sample not in self._closed for sample in spans.samples]))
         columns = spans.samples, spans.position, spans.first_row, spans.rows
         bounds = [*np.searchsorted(spans.first_row, step.begins), len(spans.samples)]
-        self.writer.append_stored(step.rows, [Runs(*(column[begin:end] for column in columns)) for begin, end in itertools.pairwise(bounds)])
+        self.writer.append_stored(
+            step.rows, [Runs(*(column[begin:end] for column in columns)) for begin, end in itertools.pairwise(bounds)]
+        )
 
     def _finish(self, samples: Sequence[Ended]) -> None:
         dropped: dict[str, str] = {}

@@ -1,5 +1,6 @@
 """Looks that need a running engine (in this process, fp32, CPU)."""
 
+import functools
 import gc
 import json
 from pathlib import Path
@@ -79,7 +80,9 @@ def states_of_reference(reference: Reference):
 
     def states(ids: list[int], taps: list[int]):
         seen: dict[str, torch.Tensor] = {}
-        hook = layers[-1].register_forward_hook(lambda module, args, output: seen.update(last=output[0] if isinstance(output, tuple) else output))
+        hook = layers[-1].register_forward_hook(
+            lambda module, args, output: seen.update(last=output[0] if isinstance(output, tuple) else output)
+        )
         inner, final = reference.states(ids, tuple(tap for tap in taps if tap < last))
         hook.remove()
         outer = seen["last"].reshape(len(ids), 1, -1)
@@ -109,12 +112,22 @@ def taps_of_llama(folder: str) -> dict:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 256,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.2, attn_implementation="eager")).float().eval()
     model.save_pretrained(folder)
     from tokenizers import Tokenizer, models
 
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({f"t{i}": i for i in range(256)}, unk_token="t0"))).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({f"t{i}": i for i in range(256)}, unk_token="t0"))).save_pretrained(
+        folder
+    )
     taps, asked = [1, 3, 5], prompts(256, 9, 70)
     llm = start(folder, limit_mm_per_prompt=None, additional_config={"eagle3_job_taps": taps})
     answers, rows = answer_watched(llm, asked, 5)
@@ -127,7 +140,10 @@ def taps_of_llama(folder: str) -> dict:
     worst = worst_row(rows, [p + a for p, a in zip(asked, answers, strict=True)], taps, states)
     del llm
     gc.collect()
-    return {"worst": worst, "outside": outcome(lambda: start(folder, limit_mm_per_prompt=None, additional_config={"eagle3_job_taps": [0, 3]}))}
+    return {
+        "worst": worst,
+        "outside": outcome(lambda: start(folder, limit_mm_per_prompt=None, additional_config={"eagle3_job_taps": [0, 3]})),
+    }
 
 
 def speculate(folder: str) -> dict:
@@ -142,11 +158,21 @@ def speculate(folder: str) -> dict:
     speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     llm = start(verifier, speculative_config=speculation)
     speculative = answer(llm, asked, 40)
-    counters = {metric.name.removeprefix("vllm:spec_decode_"): getattr(metric, "value", getattr(metric, "values", None)) for metric in llm.get_metrics() if "spec" in metric.name}
-    sampling = outcome(lambda: answer(llm, asked, 4, temperature=1.0))
+    counters = {
+        metric.name.removeprefix("vllm:spec_decode_"): getattr(metric, "value", getattr(metric, "values", None))
+        for metric in llm.get_metrics()
+        if "spec" in metric.name
+    }
+    sampling = outcome(functools.partial(answer, llm, asked, 4, temperature=1.0))
     del llm
     gc.collect()
-    return {"plain": plain, "speculative": speculative, "last": [prompt[-1] for prompt in asked], "counters": counters, "sampling": sampling}
+    return {
+        "plain": plain,
+        "speculative": speculative,
+        "last": [prompt[-1] for prompt in asked],
+        "counters": counters,
+        "sampling": sampling,
+    }
 
 
 def speculate_and_capture(folder: str) -> dict:
@@ -157,7 +183,10 @@ def speculate_and_capture(folder: str) -> dict:
     heads.mkdir(parents=True, exist_ok=True)
     embedding = Reference(CHECKPOINT).model.model.embed_tokens.weight.detach()
     generator = torch.Generator().manual_seed(0)
-    weights = {name: (torch.randn(w.shape, generator=generator) * 0.1 if w.is_floating_point() and w.ndim == 2 else w) for name, w in successor.head_weights(embedding, generator).items()}
+    weights = {
+        name: (torch.randn(w.shape, generator=generator) * 0.1 if w.is_floating_point() and w.ndim == 2 else w)
+        for name, w in successor.head_weights(embedding, generator).items()
+    }
     from safetensors.torch import save_file
 
     save_file(weights, heads / "model.safetensors", metadata={"format": "pt"})
@@ -165,7 +194,10 @@ def speculate_and_capture(folder: str) -> dict:
     asked, taps = prompts(1500, 10, 100, 33), [2, 5, 7]
     plain = answer(start(), asked, 12)
     gc.collect()
-    llm = start(speculative_config={"method": "eagle3", "model": str(heads), "num_speculative_tokens": 3}, additional_config={"eagle3_job_taps": taps})
+    llm = start(
+        speculative_config={"method": "eagle3", "model": str(heads), "num_speculative_tokens": 3},
+        additional_config={"eagle3_job_taps": taps},
+    )
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     answers, rows = answer_watched(llm, asked, 12)
     captured = {key: (aux[runner.eagle3_job_capture_places], final) for key, (aux, final) in rows.items()}
@@ -175,10 +207,11 @@ def speculate_and_capture(folder: str) -> dict:
 
 def speculation_without_its_shim(folder: str) -> dict:
     """Every shim but the one for the CPU runner."""
-    import compat
     import successor
-    from compat.registry import shims
     from probes import outcome
+
+    import compat
+    from compat.registry import shims
 
     compat.apply([shim.name for shim in shims() if shim.name != "cpu_speculation"])
     verifier, head = successor.make(Path(folder))

@@ -13,12 +13,14 @@ LAYERS = [1, 4, 6, 9]  # the generator's ids: OUTPUT of a layer, so EAGLE-3's 2,
 
 
 def look(release: str) -> dict:
-    import compat
     import vllm  # noqa: F401  (its own set-up before speculators')
+
+    import compat
 
     seen = before_any_shim()
     compat.apply()
     import speculators.data_generation.vllm_hidden_states_generator as module
+
     from compat.doctor import examine
     from compat.registry import installed, original, shims
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def outcome(call) -> str:
-    """"ok", or the type and first lines of what the call raised."""
+    """ "ok", or the type and first lines of what the call raised."""
     try:
         call()
     except Exception as error:
@@ -51,7 +51,8 @@ def refusals() -> dict:
         "kv_cache_helpers": outcome(lambda: compat.apply(["kv_cache_helpers"])),
         "kimi_applied": outcome(lambda: compat.apply(["kimi_k25_eagle3"])),
         "kimi_used": outcome(lambda: kimi_k25_eagle3.ensure("kimi_k2")),
-        "unpatched": before["scheduler"] is vllm.config.scheduler.SchedulerConfig.__init__ and before["decoder"] is decoder.DeepseekV2Model.forward,
+        "unpatched": before["scheduler"] is vllm.config.scheduler.SchedulerConfig.__init__
+        and before["decoder"] is decoder.DeepseekV2Model.forward,
         "known_patched": registry.original(pool.BlockPool.cache_full_blocks) is cache and pool.BlockPool.cache_full_blocks is not cache,
         "unknown_name": outcome(lambda: compat.apply(["scheduler_confg"])),
         "doctor": {shim.name: doctor.examine(shim)["note"] for shim in registry.shims()[:3]},
@@ -119,7 +120,9 @@ def scheduling(config) -> dict:
 
     spec = FullAttentionSpec(block_size=config.cache_config.block_size, num_kv_heads=4, head_size=32, dtype=torch.float32)
     groups = [KVCacheGroupSpec([f"layer{i}" for i in range(2)], spec)]
-    old_call = outcome(lambda: get_kv_cache_config_from_groups(vllm_config=config, kv_cache_groups=groups, kv_cache_specs={}, available_memory=1 << 24))
+    old_call = outcome(
+        lambda: get_kv_cache_config_from_groups(vllm_config=config, kv_cache_groups=groups, kv_cache_specs={}, available_memory=1 << 24)
+    )
     cache = get_kv_cache_config_from_groups(vllm_config=config, kv_cache_groups=groups, available_memory=1 << 24)
     config.cache_config.num_gpu_blocks = cache.num_blocks
     assert config.cache_config.enable_prefix_caching
@@ -128,7 +131,15 @@ def scheduling(config) -> dict:
     def schedule(**block_size) -> None:
         scheduler = Scheduler(**parts, **block_size)
         tokens = 3 * config.cache_config.block_size // 2  # a full block and a half
-        scheduler.add_request(Request(request_id="a", prompt_token_ids=[1] * tokens, sampling_params=SamplingParams(max_tokens=1), pooling_params=None, eos_token_id=0))
+        scheduler.add_request(
+            Request(
+                request_id="a",
+                prompt_token_ids=[1] * tokens,
+                sampling_params=SamplingParams(max_tokens=1),
+                pooling_params=None,
+                eos_token_id=0,
+            )
+        )
         assert scheduler.schedule().num_scheduled_tokens == {"a": tokens}
 
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}

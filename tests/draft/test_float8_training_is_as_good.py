@@ -17,7 +17,7 @@ from jobs.draft.loss import TargetHead, Unroll
 from jobs.draft.model import Matrix
 from jobs.draft.packing import Plan
 from jobs.errors import MustFix
-from jobs.settings import load as load_settings
+from jobs.job_file import load as load_settings
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

@@ -58,11 +58,20 @@ def absolute_map(config, tensors):
 
 CASES = {
     "an MLA draft": (mla, "only Llama-form EAGLE-3 heads are supported, no MLA draft"),
-    "MLA tensors": (mla_tensors_behind_a_llama_config, "1 unknown tensors, the first is layers.0.self_attn.kv_a_proj_with_mqa.weight; only Llama-form"),
+    "MLA tensors": (
+        mla_tensors_behind_a_llama_config,
+        "1 unknown tensors, the first is layers.0.self_attn.kv_a_proj_with_mqa.weight; only Llama-form",
+    ),
     "another prefix": (wrong_prefix, "unknown tensors, the first is model.midlayer"),
-    "a tensor too many": (put("tensors", **{"midlayer.extra.weight": torch.zeros(1)}), "the first is layers.0.extra.weight; no EAGLE-3 head"),
+    "a tensor too many": (
+        put("tensors", **{"midlayer.extra.weight": torch.zeros(1)}),
+        "the first is layers.0.extra.weight; no EAGLE-3 head",
+    ),
     "a tensor missing": (drop("midlayer.hidden_norm.weight"), "lacks 1 tensors, the first is layers.0.hidden_norm.weight"),
-    "no embedding and no verifier": (drop("embed_tokens.weight"), "lacks 1 tensors, the first is embed_tokens.weight.*or give the verifier"),
+    "no embedding and no verifier": (
+        drop("embed_tokens.weight"),
+        "lacks 1 tensors, the first is embed_tokens.weight.*or give the verifier",
+    ),
     "no map": (drop("d2t", "t2d"), "drafts 40 of 97 ids and has no d2t"),
     "ids where offsets belong": (absolute_map, "outside the verifier's 97.*offsets"),
     "a shape": (put("config", intermediate_size=47), r"mlp.gate_proj.weight has shape \(48, 32\) and its config.json asks for \(47, 32\)"),
@@ -75,7 +84,10 @@ CASES = {
     "no taps": (no_taps, "does not say which layers it taps"),
     "two taps": (put("config", eagle_aux_hidden_state_layer_ids=[2, 5]), "taps 2 layers"),
     "the same tap twice": (put("config", eagle_aux_hidden_state_layer_ids=[2, 5, 5]), "three different taps"),
-    "a rope nobody knows": (put("config", rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_scaling of type 'dynamic' is not supported"),
+    "a rope nobody knows": (
+        put("config", rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+        "rope_scaling of type 'dynamic' is not supported",
+    ),
 }
 
 

@@ -36,7 +36,11 @@ def test_round_trips_are_bit_identical(tmp_path, form, shape, dtype):
         shape = {**shape, "norm_before_residual": False}
     head = small_head(1, small_verifier(dtype=torch.bfloat16), **shape).to(dtype)
     head.set_embedding(small_verifier(dtype=torch.bfloat16).embedding)
-    save = (lambda h, f: save_speculators(h, f, dtype=dtype, **NAMES)) if form == "speculators" else (lambda h, f: save_llama_eagle3(h, f, dtype=dtype))
+    save = (
+        (lambda h, f: save_speculators(h, f, dtype=dtype, **NAMES))
+        if form == "speculators"
+        else (lambda h, f: save_llama_eagle3(h, f, dtype=dtype))
+    )
     save(head, tmp_path / "a")
     loaded = read_head(tmp_path / "a")
     same(head, loaded.head)
@@ -65,7 +69,10 @@ def test_the_config_says_what_vllm_would_guess(tmp_path):
     save_speculators(small_head(1, norm_before_residual=True, rope_theta=1e6), tmp_path, **NAMES)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 5, 7] and config["norm_before_residual"] is True
-    assert config["speculators_config"]["verifier"] == {"name_or_path": "moonshotai/Kimi-K2.5", "architectures": ["KimiK25ForConditionalGeneration"]}
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": "moonshotai/Kimi-K2.5",
+        "architectures": ["KimiK25ForConditionalGeneration"],
+    }
     layer = config["transformer_layer_config"]
     assert layer["max_position_embeddings"] == 262_144 and layer["rope_theta"] == 1e6 and layer["head_dim"] == 8
     assert layer["rms_norm_eps"] == 1e-5 and layer["num_key_value_heads"] == 2 and layer["num_hidden_layers"] == 1
@@ -115,8 +122,13 @@ def test_a_published_head_gets_the_verifiers_embedding_and_either_reading_of_its
     assert loaded.head.config.max_position_embeddings == 262_144
     assert load_head(tmp_path, verifier=verifier, taps=(3, 6, 8)).config.taps == (3, 6, 8)
     assert tap_readings((2, 5, 7), 10) == [(2, 5, 7), (3, 6, 8)] and tap_readings((2, 5, 9), 10) == [(2, 5, 9)]
-    assert loaded.head.fc.weight.dtype == torch.bfloat16 and load_head(tmp_path, verifier=verifier, dtype=torch.float32).fc.weight.dtype == torch.float32
-    assert not loaded.head.embed_tokens.weight.requires_grad and all(p.requires_grad for n, p in loaded.head.named_parameters() if n != "embed_tokens.weight")
+    assert (
+        loaded.head.fc.weight.dtype == torch.bfloat16
+        and load_head(tmp_path, verifier=verifier, dtype=torch.float32).fc.weight.dtype == torch.float32
+    )
+    assert not loaded.head.embed_tokens.weight.requires_grad and all(
+        p.requires_grad for n, p in loaded.head.named_parameters() if n != "embed_tokens.weight"
+    )
     same(head.to(torch.bfloat16), loaded.head)
 
 

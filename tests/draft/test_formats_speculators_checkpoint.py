@@ -33,7 +33,9 @@ def exchanged(tmp_path_factory):
     shape = dict(vocab_size=V, hidden_size=H, num_hidden_layers=10, num_attention_heads=4, intermediate_size=48, rms_norm_eps=1e-5)
     (folder / "verifier" / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shape}))
     head = small_head(1, verifier)
-    save_speculators(head, folder / "ours", verifier_name=str(folder / "verifier"), verifier_architecture="LlamaForCausalLM", dtype=torch.float32)
+    save_speculators(
+        head, folder / "ours", verifier_name=str(folder / "verifier"), verifier_architecture="LlamaForCausalLM", dtype=torch.float32
+    )
     save_file({"tokens": torch.tensor(tokens_taps[0]), "taps": tokens_taps[1]}, folder / "inputs.safetensors")
     script = Path(__file__).with_name("speculators_reference.py")
     arguments = [folder / "verifier", folder / "ours", folder / "inputs.safetensors", folder / "out"]

@@ -26,7 +26,7 @@ def test_missing_special_ids_take_the_places_of_the_rarest(monkeypatch):
     free = sorted((i for i in old.tolist() if i != forced[0]), key=lambda i: (counts[i].item(), -i))
     assert report.missing_forced == (outside[0], outside[5])
     assert report.replaced == ((free[0], outside[0]), (free[1], outside[5]))
-    gone = {a: b for a, b in report.replaced}
+    gone = dict(report.replaced)
     assert head.draft_ids.tolist() == sorted(gone.get(i, i) for i in old.tolist())
     assert torch.equal(DraftVocabulary.from_ids(head.draft_ids, V).t2d, head.t2d)
     scale = rows.norm(dim=1).mean()
@@ -79,7 +79,9 @@ def test_a_published_map_in_another_order_is_put_in_order():
     tokens, taps = random_sequence(30)
     drafted = draft_chains(published, tokens, taps, 2)
     assert warm_start(published, small_verifier(), counted(3), []).replaced == ()
-    assert all(torch.equal(tensor, other) for tensor, other in zip(published.state_dict().values(), head.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(tensor, other) for tensor, other in zip(published.state_dict().values(), head.state_dict().values(), strict=True)
+    )
     assert (draft_chains(published, tokens, taps, 2) == drafted).all()
 
 

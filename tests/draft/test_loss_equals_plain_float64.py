@@ -21,6 +21,7 @@ from jobs.draft.loss import TargetHead, Unroll
 from jobs.draft.model import Eagle3Head
 from jobs.draft.packing import Plan
 
+
 def norm(x, weight, eps):
     return x / torch.sqrt((x * x).mean() + eps) * weight
 
@@ -48,9 +49,7 @@ class Reference:
         embedded = norm(w["embed_tokens.weight"][token], w["layers.0.input_layernorm.weight"], c.rms_norm_eps)
         normed = norm(feature, w["layers.0.hidden_norm.weight"], c.rms_norm_eps)
         x = torch.cat((embedded, normed))
-        q, k, v = (
-            (w[f"layers.0.self_attn.{n}_proj.weight"] @ x).view(-1, c.head_dim) for n in ("q", "k", "v")
-        )
+        q, k, v = ((w[f"layers.0.self_attn.{n}_proj.weight"] @ x).view(-1, c.head_dim) for n in ("q", "k", "v"))
         q = torch.stack([rope(head, position, c.rope_theta) for head in q])
         k = torch.stack([rope(head, position, c.rope_theta) for head in k])
         return q, k, v, normed if c.norm_before_residual else feature

@@ -106,7 +106,11 @@ def test_rows_that_are_only_context_change_nothing(tmp_path, monkeypatch):
     context = data.context_of(row)
     assert context == (39 - STEPS, 0, 289 - STEPS)
     whole, asked = run(language, row), run(language, row, context=context)
-    assert torch.equal(whole[0].count, asked[0].count) and torch.equal(whole[0].correct, asked[0].correct) and torch.equal(whole[0].chain, asked[0].chain)
+    assert (
+        torch.equal(whole[0].count, asked[0].count)
+        and torch.equal(whole[0].correct, asked[0].correct)
+        and torch.equal(whole[0].chain, asked[0].chain)
+    )
     torch.testing.assert_close(whole[0].loss, asked[0].loss, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(whole[1], asked[1], rtol=1e-3, atol=1e-5)
     for name in whole[2]:

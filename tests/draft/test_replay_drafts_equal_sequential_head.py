@@ -131,7 +131,9 @@ def test_memory_is_bounded_on_a_long_answer(monkeypatch):
 
     seen = []
     plain = drafting._attend
-    monkeypatch.setattr(drafting, "_attend", lambda q, k, *rest: (seen.append(q.shape[0] * q.shape[1] * k.shape[1] * 4), plain(q, k, *rest))[1])
+    monkeypatch.setattr(
+        drafting, "_attend", lambda q, k, *rest: (seen.append(q.shape[0] * q.shape[1] * k.shape[1] * 4), plain(q, k, *rest))[1]
+    )
     monkeypatch.setitem(drafting.CHUNK_BYTES, "cpu", 1 << 18)
     tokens, taps = random_sequence(1000, seed=5)
     draft_chains(small_head(7), tokens, taps, 2, first_row=800)

@@ -83,10 +83,15 @@ def lines_of_the_write() -> list[str]:
 
     def of(function) -> list[str]:
         code = function.__code__
-        return [f"{code.co_filename}:{line}" for line in sorted({line for *_, line in code.co_lines() if line}) if line > code.co_firstlineno]
+        return [
+            f"{code.co_filename}:{line}" for line in sorted({line for *_, line in code.co_lines() if line}) if line > code.co_firstlineno
+        ]
 
     source, first = inspect.getsourcelines(checkpoint.write)
-    where = {what: first + next(n for n, text in enumerate(source) if what in text) for what in ("partial.rename", "rmtree(final)", "return final")}
+    where = {
+        what: first + next(n for n, text in enumerate(source) if what in text)
+        for what in ("partial.rename", "rmtree(final)", "return final")
+    }
     never = {f"{checkpoint.__file__}:{where['rmtree(final)']}", f"{checkpoint.__file__}:{where['return final']}"}
     written = [line for line in of(checkpoint.write) if line not in never]  # nothing is in the way here; after the last line all is done
     before = [line for line in written if int(line.rpartition(":")[2]) <= where["partial.rename"]]

@@ -30,7 +30,16 @@ class Training:
         self.lines, self.seen, self.stop_after = [], {}, stop_after
         self.kill_at, self.kill_in_evaluation, self.stop_in_evaluation = kill_at, kill_in_evaluation, stop_in_evaluation
         settings = TrainSettings(
-            **dict(device="cpu", epochs=2, tokens_per_step=64, max_length=64, log_every=1, learning_rate=1e-2, evaluate_every=4, checkpoint_every=5)
+            **dict(
+                device="cpu",
+                epochs=2,
+                tokens_per_step=64,
+                max_length=64,
+                log_every=1,
+                learning_rate=1e-2,
+                evaluate_every=4,
+                checkpoint_every=5,
+            )
             | changes
         )
         self.result = train(

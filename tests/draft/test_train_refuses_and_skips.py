@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_too_many_bad_steps_stop_the_run_naming_the_evidence(tmp_path):
     error, _ = run(tmp_path, store, head, language, bad_step_limit=2)
     assert isinstance(error, MustFix)
     assert "3 optimizer steps had a loss or gradient that is not finite" in error.sentence()
-    assert "bad-step-" in error.where and json.loads(open(error.where).read())["bad_steps"] == 3
+    assert "bad-step-" in error.where and json.loads(Path(error.where).read_text())["bad_steps"] == 3
     assert all(bool(p.isfinite().all()) for p in head.parameters()), "no bad step reached the weights"
 
 
@@ -160,7 +161,9 @@ def test_checkpoints_of_which_none_is_whole_are_refused(tmp_path):
 def test_fp8_states_train_like_the_type_they_were_made_from(tmp_path):
     """They travel as stored and become numbers on the device: the loss is that of the dequantized states."""
     language = Language.make()
-    stores = {dtype: make_store(tmp_path / dtype, [(4, 60)] * 12, language=language, dtype=dtype) for dtype in ("bfloat16", "float8_e4m3fn")}
+    stores = {
+        dtype: make_store(tmp_path / dtype, [(4, 60)] * 12, language=language, dtype=dtype) for dtype in ("bfloat16", "float8_e4m3fn")
+    }
     logged = {}
     for dtype, store in stores.items():
         _, lines = run(tmp_path / f"run-{dtype}", store, new_head(language), language)

@@ -21,8 +21,7 @@ def run(states: Path, folder: Path, world: int, kill_at: int | None = None, **ch
     port = free_port()
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
-        start(states, folder, environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **changes)
-        for rank in range(world)
+        start(states, folder, environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **changes) for rank in range(world)
     ]
     while kill_at and all(p.is_alive() for p in processes) and checkpointed(folder) < kill_at:
         time.sleep(0.01)

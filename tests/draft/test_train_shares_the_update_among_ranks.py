@@ -87,7 +87,9 @@ def assert_close(a: Path, b: Path) -> None:
         ours, theirs = load_file(a / file), load_file(b / file)
         assert ours.keys() == theirs.keys()
         for name in ours:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                ours[name], theirs[name], rtol=1e-4, atol=1e-6, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +98,11 @@ def alone(tmp_path_factory) -> Path:
     told = load_file(out / "told0")["told"]
     assert told[:, 1].tolist() == [0, 0, 0, 1, 0, 0], "the step that is not finite is left out"
     moments = load_file(out / "moments")
-    assert {f"{name}/{part}": tuple(shape) if part != "step" else () for name, shape in SHAPES.items() for part in ("step", "exp_avg", "exp_avg_sq")} == {
-        name: tuple(moment.shape) for name, moment in moments.items()
-    }
+    assert {
+        f"{name}/{part}": tuple(shape) if part != "step" else ()
+        for name, shape in SHAPES.items()
+        for part in ("step", "exp_avg", "exp_avg_sq")
+    } == {name: tuple(moment.shape) for name, moment in moments.items()}
     return out
 
 

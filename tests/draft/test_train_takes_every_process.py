@@ -23,7 +23,17 @@ def run(folder, store, language, should_stop=lambda lines: False, **changes):
     config, lines = small_config(), []
     head = Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=1)
     settings = TrainSettings(
-        **dict(device="cpu", epochs=2, tokens_per_step=64, max_length=64, log_every=1, learning_rate=1e-2, accumulate=2, evaluate_every=3, checkpoint_every=4)
+        **dict(
+            device="cpu",
+            epochs=2,
+            tokens_per_step=64,
+            max_length=64,
+            log_every=1,
+            learning_rate=1e-2,
+            accumulate=2,
+            evaluate_every=3,
+            checkpoint_every=4,
+        )
         | changes
     )
     result = train(
@@ -43,7 +53,9 @@ def data(tmp_path_factory):
 def test_two_processes_train_what_one_trains_and_stop_as_one(tmp_path, data):
     alone, _, one = run(tmp_path / "one", *data, processes=1, keep_best=False)
     with pytest.raises(Interrupted):
-        run(tmp_path / "two", *data, processes=2, keep_best=False, should_stop=lambda lines: any(line.get("step", 0) >= 5 for line in lines))
+        run(
+            tmp_path / "two", *data, processes=2, keep_best=False, should_stop=lambda lines: any(line.get("step", 0) >= 5 for line in lines)
+        )
     assert not multiprocessing.active_children()
     both, result, two = run(tmp_path / "two", *data, processes=2, keep_best=False)
     assert result.resumed_from >= 5 and result.steps == 12
@@ -95,7 +107,7 @@ def test_as_many_processes_as_the_rows_of_a_step_can_be_shared_over(monkeypatch)
     assert team.size(TrainSettings(device="cpu", accumulate=8, processes=3)) == 3
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for gpus, accumulate, wanted in ((8, 8, 8), (8, 16, 8), (8, 4, 4), (8, 12, 6), (8, 1, 1), (2, 8, 2)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert team.size(TrainSettings(accumulate=accumulate)) == wanted
     monkeypatch.setenv("WORLD_SIZE", "16")
     assert team.size(TrainSettings(accumulate=16)) == 1, "torchrun has started them"

@@ -40,8 +40,20 @@ def test_tensorboard_holds_what_the_lines_hold(tmp_path):
     logged = {line["step"]: line for line in lines if "loss" in line}
     board = EventAccumulator(str(tmp_path / "checkpoints/tensorboard"))
     board.Reload()
-    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "memory_gib", "data_wait", "eta_seconds", "acceptance_estimate"):
-        assert {event.step: event.value for event in board.Scalars(f"train/{name}")} == pytest.approx({step: line[name] for step, line in logged.items()}, rel=1e-6), name
+    for name in (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens_per_second",
+        "mfu",
+        "memory_gib",
+        "data_wait",
+        "eta_seconds",
+        "acceptance_estimate",
+    ):
+        assert {event.step: event.value for event in board.Scalars(f"train/{name}")} == pytest.approx(
+            {step: line[name] for step, line in logged.items()}, rel=1e-6
+        ), name
     for position in range(3):
         told = {event.step: event.value for event in board.Scalars(f"train/accuracy_by_step/{position}")}
         assert told == pytest.approx({step: line["accuracy_by_step"][position] for step, line in logged.items()}, rel=1e-6)
@@ -80,7 +92,11 @@ def test_the_rank_that_waits_longest_is_named_with_what_all_ranks_read(tmp_path,
         assert line["data_wait"] > 0.1 and line["data_wait_rank"] == slow, line
         assert line["read_bytes_per_second"] / line["tokens_per_second"] == pytest.approx(4 * 32 * 4)
     notes = [line["note"] for line in told if "the disk delivers" in line.get("note", "")]
-    assert len(notes) == 1 and f", rank {slow} the longest: the disk delivers " in notes[0] and " GB/s to all ranks, the step would take " in notes[0], notes
+    assert (
+        len(notes) == 1
+        and f", rank {slow} the longest: the disk delivers " in notes[0]
+        and " GB/s to all ranks, the step would take " in notes[0]
+    ), notes
 
 
 def test_only_a_wait_over_two_per_cent_is_named(tmp_path):

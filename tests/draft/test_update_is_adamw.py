@@ -15,7 +15,9 @@ from jobs.settings import TrainSettings
 SHAPES = {"layers.0.mlp.up_proj.weight": (6, 5), "norm.weight": (7,), "fc.weight": (4, 3)}
 
 
-def reference(weights: dict[str, np.ndarray], gradients: list[dict[str, np.ndarray]], rates: list[float], settings: TrainSettings) -> list[float]:
+def reference(
+    weights: dict[str, np.ndarray], gradients: list[dict[str, np.ndarray]], rates: list[float], settings: TrainSettings
+) -> list[float]:
     """Updates `weights` in place; the norm of each mean gradient before clipping."""
     m, v = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
     norms = []

@@ -14,7 +14,11 @@ VOCAB = 30
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.dictionaries(st.integers(0, VOCAB - 1), st.integers(1, 4), min_size=1), st.sets(st.integers(0, VOCAB - 1), max_size=5), st.integers(5, VOCAB))
+@given(
+    st.dictionaries(st.integers(0, VOCAB - 1), st.integers(1, 4), min_size=1),
+    st.sets(st.integers(0, VOCAB - 1), max_size=5),
+    st.integers(5, VOCAB),
+)
 def test_it_is_what_sorting_by_hand_gives(counts, forced, size):
     rest = sorted((i for i in range(VOCAB) if i not in forced), key=lambda i: (-counts.get(i, 0), i))
     expected = sorted([*forced, *rest[: size - len(forced)]])
@@ -26,7 +30,7 @@ def test_it_is_what_sorting_by_hand_gives(counts, forced, size):
 
 
 def test_a_tie_goes_to_the_lower_id_whatever_the_order_of_counting():
-    forward, backward = {i: 2 for i in range(VOCAB)}, {i: 2 for i in reversed(range(VOCAB))}
+    forward, backward = dict.fromkeys(range(VOCAB), 2), dict.fromkeys(reversed(range(VOCAB)), 2)
     assert build(forward, 7, [29], VOCAB).draft_ids.tolist() == build(backward, 7, [29], VOCAB).draft_ids.tolist() == [0, 1, 2, 3, 4, 5, 29]
 
 

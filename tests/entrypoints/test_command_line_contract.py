@@ -81,7 +81,11 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     holder = subprocess.Popen(
-        [sys.executable, "-c", f"import time; from pathlib import Path; from jobs.run import RunDirectory; run = RunDirectory(Path({str(folder)!r})); print('held', flush=True); time.sleep(60)"],
+        [
+            sys.executable,
+            "-c",
+            f"import time; from pathlib import Path; from jobs.run import RunDirectory; run = RunDirectory(Path({str(folder)!r})); print('held', flush=True); time.sleep(60)",
+        ],
         stdout=subprocess.PIPE,
     )
     try:
@@ -117,7 +121,9 @@ def test_preflight_names_every_problem_at_once_and_begins_no_run(tmp_path):
     assert "3 problem(s)" in message
     for expected in (f"{prompts}, line 2", "vocab.size = 99999999", "/proc/none"):
         assert expected in message and sum(expected in line for line in done.stderr.splitlines() if line.startswith("  - ")) == 1
-    assert answer(done)["run_dir"] == str(tmp_path / "run") and list(tmp_path.iterdir()) == [prompts], "measured on the run's disk, and nothing is left there"
+    assert answer(done)["run_dir"] == str(tmp_path / "run") and list(tmp_path.iterdir()) == [prompts], (
+        "measured on the run's disk, and nothing is left there"
+    )
 
 
 def test_status_and_report_of_a_folder_without_a_run(tmp_path):
@@ -128,7 +134,9 @@ def test_status_and_report_of_a_folder_without_a_run(tmp_path):
 
 
 def test_sigterm_before_any_work_is_75(tmp_path):
-    process = subprocess.Popen([*JOB, "smoke", "--run-dir", str(tmp_path / "run"), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*JOB, "smoke", "--run-dir", str(tmp_path / "run"), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     events = Path(tmp_path / "run" / "events.jsonl")
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (events.exists() and "run started" in events.read_text()):
@@ -148,8 +156,8 @@ PAST = ("--set", "rental.deadline=2020-01-01T00:00:00Z")
 @pytest.fixture
 def saved(tmp_path):
     """A run that was begun and saved, as a machine that is lost leaves it; its deadline is past."""
+    from jobs.job_file import load
     from jobs.run import RunDirectory
-    from jobs.settings import load
     from jobs.storage.saved_run import RunSaver
 
     settings = load("smoke", overrides=[f"push.uri=file://{tmp_path}/heads/one", PAST[1]], environment={})

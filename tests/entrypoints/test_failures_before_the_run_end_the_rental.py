@@ -11,15 +11,31 @@ import time
 import pytest
 from webhook_server import webhook
 
+from jobs.job_file import load
 from jobs.run import RunDirectory
-from jobs.settings import load
 from jobs.storage.saved_run import RunSaver
 
 
 def start(tmp_path, hook, *arguments, run_dir="run"):
-    settings = (f"push.uri=file://{tmp_path}/heads/one", f"rental.on_finish=echo $EAGLE3_STATUS $EAGLE3_EXIT_CODE >> {tmp_path}/finished", "rental.hold_minutes=0.02")
-    command = [sys.executable, "-m", "entrypoints.cli", "smoke", "--json", "--run-dir", str(tmp_path / run_dir), *(part for item in settings for part in ("--set", item)), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"EAGLE3_WEBHOOK": hook.url})
+    settings = (
+        f"push.uri=file://{tmp_path}/heads/one",
+        f"rental.on_finish=echo $EAGLE3_STATUS $EAGLE3_EXIT_CODE >> {tmp_path}/finished",
+        "rental.hold_minutes=0.02",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "entrypoints.cli",
+        "smoke",
+        "--json",
+        "--run-dir",
+        str(tmp_path / run_dir),
+        *(part for item in settings for part in ("--set", item)),
+        *arguments,
+    ]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"EAGLE3_WEBHOOK": hook.url}
+    )
 
 
 def result(process):
@@ -98,7 +114,20 @@ def test_a_deadline_ends_a_download_too(tmp_path):
     slow_blocks(tmp_path, deadline.timestamp() + 1)
     with webhook() as hook:
         uri = f"file://{tmp_path}/heads/one"
-        ended = result(start(tmp_path, hook, "--resume-from", uri, "--set", f"rental.deadline={deadline.isoformat()}", "--set", "rental.reserve_minutes=0", "--set", "rental.hold_minutes=60"))
+        ended = result(
+            start(
+                tmp_path,
+                hook,
+                "--resume-from",
+                uri,
+                "--set",
+                f"rental.deadline={deadline.isoformat()}",
+                "--set",
+                "rental.reserve_minutes=0",
+                "--set",
+                "rental.hold_minutes=60",
+            )
+        )
         assert ended["status"] == "interrupted" and ended["exit_code"] == 75, ended
         assert "The deadline" in ended["error"]["message"] and ended["error"]["message"].endswith(f"everything is saved to {uri}")
         assert hook.events() == ["interrupted"]
@@ -109,6 +138,8 @@ def test_a_deadline_ends_a_download_too(tmp_path):
 def test_no_download_begins_after_the_deadline(tmp_path):
     save(tmp_path)
     with webhook() as hook:
-        refused = result(start(tmp_path, hook, "--resume-from", f"file://{tmp_path}/heads/one", "--set", "rental.deadline=2020-01-01T00:00:00Z"))
+        refused = result(
+            start(tmp_path, hook, "--resume-from", f"file://{tmp_path}/heads/one", "--set", "rental.deadline=2020-01-01T00:00:00Z")
+        )
         assert refused["exit_code"] == 78 and "this start would pass it" in refused["error"]["message"] and hook.events() == ["failed"]
     assert not (tmp_path / "run" / ".restoring").exists()

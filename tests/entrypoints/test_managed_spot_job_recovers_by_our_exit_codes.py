@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from jobs.errors import EXIT_MUST_FIX, EXIT_TRY_AGAIN
-from jobs.settings import load
+from jobs.job_file import load
 
 TASK = yaml.safe_load((Path(__file__).parents[2] / "entrypoints" / "managed-spot.yaml").read_text())
 DOCKER = """#!{python}
@@ -52,7 +52,17 @@ def test_the_script_runs_the_job_and_passes_its_exit_code_on(tmp_path, settings,
     docker = tmp_path / "docker"
     docker.write_text(DOCKER.format(python=sys.executable))
     docker.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), **{k: v or "" for k, v in TASK["envs"].items()}}
-    done = subprocess.run(["bash", "-c", TASK["run"]], env=environment | {f"EAGLE3_{name}": value for name, value in settings.items()}, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        **{k: v or "" for k, v in TASK["envs"].items()},
+    }
+    done = subprocess.run(
+        ["bash", "-c", TASK["run"]],
+        env=environment | {f"EAGLE3_{name}": value for name, value in settings.items()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == expected, done.stderr
     assert (tmp_path / "eagle3-data").is_dir()

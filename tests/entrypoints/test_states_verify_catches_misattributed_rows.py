@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from jobs.draft.weights import VerifierWeights
+from jobs.job_file import load
 from jobs.reporting.display import Display
 from jobs.run import Context, RunDirectory
-from jobs.settings import load
 from jobs.stages import fetch
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateWriter
 from jobs.verifier.chat import Chat
@@ -41,7 +41,8 @@ def run_with(folder: Path, wrong) -> Path:
     facts, generator = VerifierFacts.read(CHECKPOINT), torch.Generator().manual_seed(0)
     lm_head = VerifierWeights.read(CHECKPOINT).lm_head.float()  # [V, H]
     answers = [
-        Response(f"p{i}#0", [1, 2, 3], torch.randint(1000, (ANSWER,), generator=generator).tolist(), "length", {}, "test", False) for i in range(SAMPLES)
+        Response(f"p{i}#0", [1, 2, 3], torch.randint(1000, (ANSWER,), generator=generator).tolist(), "length", {}, "test", False)
+        for i in range(SAMPLES)
     ]
     final = {a.id: torch.randn(a.rows, facts.hidden_size, generator=generator) for a in answers}  # [n-1, H]
     layout = StateLayout((2, 3, 5, 6, 7, 8), facts.hidden_size, "float32", "tiny", facts.revision, Chat.load(CHECKPOINT).tokenizer_sha256)

@@ -88,7 +88,14 @@ def test_the_build_context_holds_the_project_and_nothing_else():
 
 @pytest.mark.parametrize(
     "script",
-    ["entrypoints/local", "entrypoints/container", "entrypoints/healthy", ".ci/run", "compat/pins/compile.sh", "tests/image/run_image_tests.sh"],
+    [
+        "entrypoints/local",
+        "entrypoints/container",
+        "entrypoints/healthy",
+        ".ci/run",
+        "compat/pins/compile.sh",
+        "tests/image/run_image_tests.sh",
+    ],
 )
 def test_start_scripts_parse_and_may_be_executed(script):
     path = CLONE / script
@@ -118,7 +125,9 @@ def test_healthy_means_written_lately(tmp_path):
     assert run(healthy, HOME=str(tmp_path / "home")).returncode == 1
     assert run(healthy, HOME=str(tmp_path / "home"), EAGLE3_HEALTHY_MINUTES="90").returncode == 0
 
-    (events.parent / "run.json").write_text('{"run_id": "one", "job": "hero", "status": "running", "stages": {"generate.eval": {}, "generate.train": {}, "train": {}}}')
+    (events.parent / "run.json").write_text(
+        '{"run_id": "one", "job": "hero", "status": "running", "stages": {"generate.eval": {}, "generate.train": {}, "train": {}}}'
+    )
     assert run(healthy, HOME=str(tmp_path / "home")).returncode == 1, "the ledger is written while the run hangs"
     RunSaver(events.parent, (tmp_path / "saved").as_uri(), PushSettings(), run_id="one").save()
     assert (events.parent / ".saved.json").exists() and len(list((tmp_path / "saved").rglob("*"))) > 4

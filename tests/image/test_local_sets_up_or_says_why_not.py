@@ -15,7 +15,31 @@ import pytest
 
 CLONE = Path(__file__).parents[2]
 LOCAL = CLONE / "entrypoints" / "local"
-NEEDED = "bash sh env awk cat cut date df dirname du flock grep head id mkdir readlink rm sha256sum sleep tail touch uname xargs".split()
+NEEDED = [
+    "bash",
+    "sh",
+    "env",
+    "awk",
+    "cat",
+    "cut",
+    "date",
+    "df",
+    "dirname",
+    "du",
+    "flock",
+    "grep",
+    "head",
+    "id",
+    "mkdir",
+    "readlink",
+    "rm",
+    "sha256sum",
+    "sleep",
+    "tail",
+    "touch",
+    "uname",
+    "xargs",
+]
 
 
 @pytest.fixture
@@ -127,7 +151,9 @@ def test_two_at_once_wait_for_each_other_and_a_signal_ends_the_waiting_one(machi
     holder = subprocess.Popen([shutil.which("flock"), home / "lock", "sleep", "30"])
     try:
         time.sleep(0.5)
-        waiting = subprocess.Popen([LOCAL, "smoke"], env=settings(machine, EAGLE3_KIND="cpu"), stderr=subprocess.PIPE, text=True, start_new_session=True)
+        waiting = subprocess.Popen(
+            [LOCAL, "smoke"], env=settings(machine, EAGLE3_KIND="cpu"), stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
         assert "waiting for another set-up" in waiting.stderr.readline()
         os.killpg(waiting.pid, signal.SIGTERM)
         assert waiting.wait(timeout=10) == 75

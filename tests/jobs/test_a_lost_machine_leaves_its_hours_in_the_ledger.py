@@ -13,10 +13,10 @@ import time
 import pytest
 
 from jobs.errors import MustFix
+from jobs.job_file import load
 from jobs.rental import RentalClock, last_written
 from jobs.reporting.forecast import forecast
 from jobs.run import RunDirectory
-from jobs.settings import load
 
 STAGE = """
 import sys, time
@@ -24,7 +24,7 @@ from pathlib import Path
 from jobs import run
 from jobs.reporting.display import Display
 from jobs.reporting.forecast import forecast
-from jobs.settings import load
+from jobs.job_file import load
 
 run.METER_SECONDS = 0.05
 directory = run.RunDirectory(Path(sys.argv[1]))
@@ -45,7 +45,9 @@ with directory.metered("generate.train", 3600.0, display.measured):
 
 
 def killed_after(folder, seconds: float, begin: int = 0) -> None:
-    process = subprocess.Popen([sys.executable, "-c", STAGE, str(folder), str(begin)], stdout=subprocess.PIPE, stderr=(folder.parent / "log").open("a"), text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STAGE, str(folder), str(begin)], stdout=subprocess.PIPE, stderr=(folder.parent / "log").open("a"), text=True
+    )
     assert process.stdout.readline() == "running\n"
     time.sleep(seconds)
     process.send_signal(signal.SIGKILL)
@@ -69,7 +71,9 @@ def test_a_killed_stage_has_been_paid_for(tmp_path):
     killed_after(folder, 1.0)
     second = ledger_of(folder)["stages"]["generate.train"]["seconds"]
     assert second > first + 0.5, "another start goes on from there"
-    rental = load("smoke", overrides=["rental.price_per_hour=3600", f"rental.spending_limit={second / 2}", "rental.reserve_minutes=0"], environment={}).rental
+    rental = load(
+        "smoke", overrides=["rental.price_per_hour=3600", f"rental.spending_limit={second / 2}", "rental.reserve_minutes=0"], environment={}
+    ).rental
     with pytest.raises(MustFix, match="The run has cost"):
         RentalClock(rental, RunDirectory(folder, read_only=True).ledger["cost"]["amount"]).require_time()
 
@@ -84,7 +88,11 @@ def test_how_far_a_killed_stage_was_is_in_the_ledger_and_its_rest_is_known_by_it
     assert 5500 < measured["done"] < 10_000 and (measured["total"], measured["unit"], measured["from"]) == (10_000, "answers", 5000)
     left = forecast(ledger)["stages"]["generate.train"]
     rate = (measured["done"] - 5000) / measured["seconds"]
-    assert left["measured"] and left["low"] <= (10_000 - measured["done"]) / rate * 1.001 and left["high"] >= (10_000 - measured["done"]) / rate * 0.999
+    assert (
+        left["measured"]
+        and left["low"] <= (10_000 - measured["done"]) / rate * 1.001
+        and left["high"] >= (10_000 - measured["done"]) / rate * 0.999
+    )
     # Of the next start nothing is known at first: then what the last one left stands, and the display shows it.
     killed_after(folder, 0.3, begin=9990)
     lines = (tmp_path / "log").read_text().splitlines()

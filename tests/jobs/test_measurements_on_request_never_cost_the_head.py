@@ -53,7 +53,11 @@ def test_the_standard_set_was_answered_judged_apart_and_published(runs):
     folder, first, _ = runs
     assert first["stages"]["prompts"]["counts"]["standard"] == 6
     figure = json.loads((folder / "evaluation.json").read_text())["heads"]["trained"]
-    assert figure["samples"] == first["stages"]["evaluate"]["counts"]["sequences"] < len((folder / "states/eval/responses.jsonl").read_text().splitlines())
+    assert (
+        figure["samples"]
+        == first["stages"]["evaluate"]["counts"]["sequences"]
+        < len((folder / "states/eval/responses.jsonl").read_text().splitlines())
+    )
     length = figure["standard"]["gsm8k"]["acceptance_length"]
     assert length["low"] <= length["mean"] <= length["high"]
     published = json.loads((folder / "head" / "manifest.json").read_text())["figures"]["heads"]["trained"]
@@ -67,7 +71,12 @@ def test_the_scaling_table_stands_in_the_ledger_and_the_plan_reads_it(runs):
     assert (half["share"], whole["share"]) == (0.5, 1.0) and half["samples"] < whole["samples"] and half["steps"] < whole["steps"]
     assert whole["acceptance_length"] == json.loads((folder / "evaluation.json").read_text())["heads"]["trained"]["acceptance_length"]
     assert half["whole_gains"]["mean"] == pytest.approx(whole["acceptance_length"]["mean"] - half["acceptance_length"]["mean"])
-    done = subprocess.run([sys.executable, "-m", "entrypoints.cli", "plan", "smoke", "--calibrate", str(folder), "--json"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "entrypoints.cli", "plan", "smoke", "--calibrate", str(folder), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)["plans"][0]["assumptions"]
     assert any("scaling table of the run" in line and "a doubling of the samples brought" in line for line in said), said
@@ -76,5 +85,11 @@ def test_the_scaling_table_stands_in_the_ledger_and_the_plan_reads_it(runs):
 def test_the_report_tells_all_of_it(runs):
     folder, *_ = runs
     page = (folder / "report.html").read_text()
-    for needed in ("Standard prompts", "What less data would have given", "scaling.json#/rows/0/samples", "standard/gsm8k/acceptance_length/mean", "stages/generate.eval/cost"):
+    for needed in (
+        "Standard prompts",
+        "What less data would have given",
+        "scaling.json#/rows/0/samples",
+        "standard/gsm8k/acceptance_length/mean",
+        "stages/generate.eval/cost",
+    ):
         assert needed in page, needed

@@ -12,11 +12,10 @@ from webhook_server import webhook
 
 from jobs import rental
 from jobs.errors import Interrupted, MustFix, TryAgain
+from jobs.job_file import load
 from jobs.rental import RentalWatch, ended
 from jobs.reporting.display import Display
 from jobs.run import Context, RunDirectory
-from jobs.settings import load
-
 
 DELIVERS = "push.uri=s3://heads/one"  # on_finish is for a machine that nothing is left on
 
@@ -126,12 +125,18 @@ ENDINGS = {
 @pytest.mark.parametrize("name", ENDINGS)
 def test_on_finish_runs_after_the_ending_it_is_for(tmp_path, name):
     error, expected = ENDINGS[name]
-    settings = load("smoke", overrides=[DELIVERS, f"rental.on_finish=echo $EAGLE3_STATUS > {tmp_path}/ended; exit 3", "rental.hold_minutes=0.005"], environment={})
+    settings = load(
+        "smoke",
+        overrides=[DELIVERS, f"rental.on_finish=echo $EAGLE3_STATUS > {tmp_path}/ended; exit 3", "rental.hold_minutes=0.005"],
+        environment={},
+    )
     (tmp_path / "run").mkdir()
     began = time.monotonic()
     ended(settings, tmp_path / "run", result(name, 0), error)
     assert (tmp_path / "ended").exists() == expected
-    assert (time.monotonic() - began > 0.3) == (name in ("a fault that passes", "something to fix")), "a failed run's machine is kept for a while"
+    assert (time.monotonic() - began > 0.3) == (name in ("a fault that passes", "something to fix")), (
+        "a failed run's machine is kept for a while"
+    )
 
 
 def test_on_finish_runs_although_nobody_reads_any_more(tmp_path, monkeypatch):

@@ -41,8 +41,19 @@ def story(tmp_path_factory):
             return json.loads(client.get_object(Bucket="heads", Key="kimi.run/state.json")["Body"].read())
 
         near = (datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=20)).isoformat()
-        ended = finish(start(folder / "first", *settings, f"rental.deadline={near}", "rental.reserve_minutes=0.05", environment=environment, arguments=("--resume-from", uri)))
-        process = start(folder / "first", *settings, "rental.deadline=2099-01-01T00:00:00Z", environment=environment, arguments=("--resume-from", uri))
+        ended = finish(
+            start(
+                folder / "first",
+                *settings,
+                f"rental.deadline={near}",
+                "rental.reserve_minutes=0.05",
+                environment=environment,
+                arguments=("--resume-from", uri),
+            )
+        )
+        process = start(
+            folder / "first", *settings, "rental.deadline=2099-01-01T00:00:00Z", environment=environment, arguments=("--resume-from", uri)
+        )
         wait_for(lambda: any(name.startswith("checkpoints/step-") for name in saved()["files"]), process)
         kill(process)
         process.wait()
@@ -90,14 +101,46 @@ def test_two_machines_train_together_what_one_trained(story, tmp_path):
     folder, result, *_ = story
     newest = sorted((folder / "second/checkpoints").glob("step-*"))[-1].name
     for name in ("first", "second"):
-        shutil.copytree(folder / "second", tmp_path / name, ignore=shutil.ignore_patterns("trained", newest, *([] if name == "first" else ["checkpoints"])))
+        shutil.copytree(
+            folder / "second",
+            tmp_path / name,
+            ignore=shutil.ignore_patterns("trained", newest, *([] if name == "first" else ["checkpoints"])),
+        )
         ledger = json.loads((tmp_path / name / "run.json").read_text())
         ledger["stages"]["train"]["state"] = "pending"
         (tmp_path / name / "run.json").write_text(json.dumps(ledger))
     untouched = (tmp_path / "second/run.json").read_bytes()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    ]
     machines = [
-        subprocess.Popen([*torchrun, "--node-rank", str(rank), "-m", "entrypoints.cli", "stage", "train", "--run-dir", str(tmp_path / name), "--set", "push.backup=off"], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [
+                *torchrun,
+                "--node-rank",
+                str(rank),
+                "-m",
+                "entrypoints.cli",
+                "stage",
+                "train",
+                "--run-dir",
+                str(tmp_path / name),
+                "--set",
+                "push.backup=off",
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank, name in enumerate(("first", "second"))
     ]
     errors = [machine.communicate(timeout=300)[1] for machine in machines]

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_smoke import run
 
+from jobs.job_file import load
 from jobs.run import RunDirectory
-from jobs.settings import load
 from jobs.verifier.chat import Chat
 from jobs.verifier.tiny import CHECKPOINT
 
@@ -66,7 +66,9 @@ def test_paid_work_refuses_and_says_what_changed(finished, override, stage, name
 
 def test_what_does_not_decide_the_result_throws_nothing_away(finished):
     before = seconds(json.loads((finished / "run.json").read_text()))
-    result = run(finished, "train.checkpoint_every=7", "train.evaluate_every=9", "train.log_every=3", "train.processes=1", "train.bad_step_limit=5")
+    result = run(
+        finished, "train.checkpoint_every=7", "train.evaluate_every=9", "train.log_every=3", "train.processes=1", "train.bad_step_limit=5"
+    )
     assert result["status"] == "done", result["error"]
     assert seconds(result)["train"] == before["train"]
 
@@ -97,7 +99,12 @@ def without(head: Path, folder: Path) -> tuple[Path, int]:
 def test_a_no_go_of_the_gate_ends_well_and_a_forced_run_starts_from_the_existing_head(finished, tmp_path):
     folder = tmp_path / "run"
     head, lacks = without(finished / "head", tmp_path / "published")
-    existing = (f'heads.candidates=[{{name="existing", model="{head}"}}]', "heads.warm_start=best", "train.processes=2", "train.accumulate=2")
+    existing = (
+        f'heads.candidates=[{{name="existing", model="{head}"}}]',
+        "heads.warm_start=best",
+        "train.processes=2",
+        "train.accumulate=2",
+    )
     result = run(folder, "gate.train_if_best_below=1.001", *existing)
     assert result["status"] == "no_go" and result["exit_code"] == 0 and result["published"] is None, result["error"]
     assert result["stages"]["generate.train"]["state"] == "skipped"

@@ -6,7 +6,6 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
-
 from small_smoke import finish, kill, lines, run, start, wait_for
 
 pytestmark = pytest.mark.slow
@@ -37,7 +36,13 @@ def killed_run(tmp_path_factory):
 
     starts = (folder / "events.jsonl").read_text().count("run started")
     process = start(folder)
-    wait_for(lambda: '"stage":"train"' in (folder / "events.jsonl").read_text().split("run started", starts + 1)[-1] and (folder / "events.jsonl").read_text().count("run started") > starts, process)
+    wait_for(
+        lambda: (
+            '"stage":"train"' in (folder / "events.jsonl").read_text().split("run started", starts + 1)[-1]
+            and (folder / "events.jsonl").read_text().count("run started") > starts
+        ),
+        process,
+    )
     kill(process, signal.SIGTERM)
     story["terminated_in_training"] = finish(process)
     story["final"] = run(folder)
@@ -73,7 +78,11 @@ def test_the_result_equals_that_of_an_unbroken_run(killed_run, tmp_path):
     folder, _ = killed_run
     unbroken = tmp_path / "unbroken"
     assert run(unbroken)["status"] == "done"
-    answers = lambda path: {r["id"]: r["response_token_ids"] for r in map(json.loads, (path / "states/train/responses.jsonl").read_text().splitlines())}  # noqa: E731
+
+    def answers(path):
+        lines = (path / "states/train/responses.jsonl").read_text().splitlines()
+        return {r["id"]: r["response_token_ids"] for r in map(json.loads, lines)}
+
     assert answers(folder) == answers(unbroken)
     ours, theirs = (load_file(path / "head" / "model.safetensors") for path in (folder, unbroken))
     assert ours.keys() == theirs.keys()

@@ -9,8 +9,9 @@ import pytest
 
 from jobs.environment import OTHERS, unknown_in
 from jobs.errors import MustFix
+from jobs.job_file import JOBS, documented, job_file, load
 from jobs.pipeline import PIPELINE
-from jobs.settings import JOBS, Settings, documented, job_file, load
+from jobs.settings import Settings
 
 
 def test_later_sources_win(tmp_path):
@@ -62,7 +63,12 @@ def test_an_unknown_key_in_a_file_and_in_the_environment_is_refused(tmp_path):
 
 
 def test_what_kubernetes_says_of_a_service_of_that_name_is_let_pass():
-    said = {"EAGLE3_JOB_SERVICE_HOST": "10.0.0.1", "EAGLE3_JOB_SERVICE_PORT": "80", "EAGLE3_JOB_PORT": "tcp://10.0.0.1:80", "EAGLE3_JOB_PORT_80_TCP_ADDR": "10.0.0.1"}
+    said = {
+        "EAGLE3_JOB_SERVICE_HOST": "10.0.0.1",
+        "EAGLE3_JOB_SERVICE_PORT": "80",
+        "EAGLE3_JOB_PORT": "tcp://10.0.0.1:80",
+        "EAGLE3_JOB_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
     assert load("smoke", environment=said) == load("smoke", environment={})
 
 
@@ -88,8 +94,17 @@ def test_a_variable_of_ours_that_nothing_reads_is_refused(name, nearest):
 
 
 def test_other_programs_variables_and_a_webhook_of_another_name_are_left_alone():
-    environment = {"EAGLE3": "1", "EAGLE": "2", "MY_EAGLE3_TRAIN": "3", "eagle3_train": "4", "EAGLE3_MY_HOOK": "https://example", "EAGLE3_GENERATE__THINKING": "{temperature = 0.5}"}
-    settings = load("smoke", overrides=["rental.webhook_variable=EAGLE3_MY_HOOK"], environment=environment | {"EAGLE3_PROMPTS__DOMAINS__CHATTY": "chat"})
+    environment = {
+        "EAGLE3": "1",
+        "EAGLE": "2",
+        "MY_EAGLE3_TRAIN": "3",
+        "eagle3_train": "4",
+        "EAGLE3_MY_HOOK": "https://example",
+        "EAGLE3_GENERATE__THINKING": "{temperature = 0.5}",
+    }
+    settings = load(
+        "smoke", overrides=["rental.webhook_variable=EAGLE3_MY_HOOK"], environment=environment | {"EAGLE3_PROMPTS__DOMAINS__CHATTY": "chat"}
+    )
     assert (settings.generate.thinking.temperature, settings.prompts.domains["chatty"]) == (0.5, "chat")
     with pytest.raises(MustFix, match="EAGLE3_MY_HOOK is no setting"):
         load("smoke", environment=environment)
@@ -97,7 +112,16 @@ def test_other_programs_variables_and_a_webhook_of_another_name_are_left_alone()
 
 def test_every_variable_that_a_file_here_names_is_known():
     clone = Path(__file__).parents[2]
-    files = [clone / "Dockerfile", clone / "docker-compose.yml", *(path for folder in ("entrypoints", "jobs", "compat") for path in (clone / folder).rglob("*") if path.is_file() and path.suffix != ".pyc")]
+    files = [
+        clone / "Dockerfile",
+        clone / "docker-compose.yml",
+        *(
+            path
+            for folder in ("entrypoints", "jobs", "compat")
+            for path in (clone / folder).rglob("*")
+            if path.is_file() and path.suffix != ".pyc"
+        ),
+    ]
     files.remove(clone / "jobs/environment.py")
     named = {name for path in files for name in re.findall(r"EAGLE3_[A-Z0-9_]*[A-Z0-9]", path.read_text(errors="replace"))}
     assert unknown_in(dict.fromkeys(named, ""), [key for key, _ in documented()]) == []
@@ -107,7 +131,11 @@ def test_every_variable_that_a_file_here_names_is_known():
 @pytest.mark.parametrize(
     ("overrides", "environment", "told"),
     [
-        ((), {"EAGLE3_TRAIN__EPOCHS": "many", "EAGLE3_TRAIN__CLIP": "2"}, "train.epochs = 'many': Input should be a valid number, unable to parse string as a number (EAGLE3_TRAIN__EPOCHS): correct the values."),
+        (
+            (),
+            {"EAGLE3_TRAIN__EPOCHS": "many", "EAGLE3_TRAIN__CLIP": "2"},
+            "train.epochs = 'many': Input should be a valid number, unable to parse string as a number (EAGLE3_TRAIN__EPOCHS): correct the values.",
+        ),
         (("train.epochs=many",), {"EAGLE3_TRAIN__EPOCHS": "2", "EAGLE3_TRAIN__CLIP": "2"}, "(--set train.epochs): correct the values."),
         (("train.epochs=0",), {"EAGLE3_TRAIN__CLIP": "{}"}, "(--set train.epochs, EAGLE3_TRAIN__CLIP): correct the values."),
         (("trian.epochs=0",), {"EAGLE3_TRAIN__CLIP": "2"}, "(--set trian.epochs): correct the key."),

@@ -8,9 +8,8 @@ import sys
 from collections import Counter
 
 import pytest
-
-from small_smoke import start, finish
 from s3_servers import moto_server
+from small_smoke import finish, start
 
 from jobs.verifier.facts import weight_files
 from jobs.verifier.tiny import CHECKPOINT
@@ -19,7 +18,13 @@ pytestmark = pytest.mark.slow
 
 
 def job(*arguments, environment=None):
-    done = subprocess.run([sys.executable, "-m", "entrypoints.cli", *arguments, "--json"], capture_output=True, text=True, timeout=300, env=os.environ | (environment or {}))
+    done = subprocess.run(
+        [sys.executable, "-m", "entrypoints.cli", *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | (environment or {}),
+    )
     return done.returncode, json.loads(done.stdout)
 
 
@@ -49,7 +54,9 @@ def test_one_load_serves_eval_and_train(smoke):
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     order = [event.get("stage", event["kind"]) for event in events if event["kind"] in ("stage started", "verifier loaded")]
     begun = [name for name in order if name in ("verifier loaded", "generate.eval", "baseline", "generate.train")]
-    assert begun == ["generate.eval", "verifier loaded", "baseline", "generate.train"], "judged while the engine idles, before the train split is paid for"
+    assert begun == ["generate.eval", "verifier loaded", "baseline", "generate.train"], (
+        "judged while the engine idles, before the train split is paid for"
+    )
 
 
 def test_the_head_can_draft_what_the_train_answers_hold_and_knows_nothing_of_the_eval_answers(smoke):
@@ -94,7 +101,9 @@ def test_prompts_in_are_responses_and_drops(smoke):
 def test_what_was_published_comes_back_whole_and_loads(smoke, tmp_path):
     folder, result, server, push = smoke
     assert result["published"] == "s3://heads/tiny"
-    code, pulled = job("pull", "s3://heads/tiny", str(tmp_path / "head"), *(p for s in push for p in ("--set", s)), environment=server.environment)
+    code, pulled = job(
+        "pull", "s3://heads/tiny", str(tmp_path / "head"), *(p for s in push for p in ("--set", s)), environment=server.environment
+    )
     assert code == 0, pulled
     for name in ("model.safetensors", "config.json", "README.md", "manifest.json"):
         assert (tmp_path / "head" / name).read_bytes() == (folder / "head" / name).read_bytes()

@@ -21,11 +21,11 @@ from webhook_server import webhook
 from entrypoints import launch
 from jobs.backup import SECONDS_AFTER_A_SIGNAL, Backup, time_to_save
 from jobs.errors import Interrupted, JobError
+from jobs.job_file import load
 from jobs.ports import free_port
 from jobs.rental import ended
 from jobs.reporting.display import Display
 from jobs.run import Context, RunDirectory
-from jobs.settings import load
 from jobs.storage.saved_run import NotOurs, record_of
 from jobs.storage.senders import STOP_SECONDS
 
@@ -43,7 +43,9 @@ def surroundings(monkeypatch):
 
 
 def context(tmp_path, endpoint, *overrides):
-    settings = load("smoke", overrides=["push.uri=s3://heads/kimi", f"push.endpoint_url={endpoint}", "push.path_style=true", *overrides], environment={})
+    settings = load(
+        "smoke", overrides=["push.uri=s3://heads/kimi", f"push.endpoint_url={endpoint}", "push.path_style=true", *overrides], environment={}
+    )
     run = RunDirectory(tmp_path / "run")
     run.begin(settings)
     made = Context(settings, run, Display.open("plain"))
@@ -68,7 +70,12 @@ def test_a_dead_endpoint_at_the_deadline_is_told_and_the_machine_is_kept(tmp_pat
         monkeypatch.setenv("EAGLE3_WEBHOOK", hook.url)
         server = endpoint.enter_context(moto_server())
         server.make_bucket("heads")
-        rental = (f"rental.deadline={in_seconds(18)}", "rental.reserve_minutes=0.1", f"rental.on_finish=echo $EAGLE3_STATUS > {finished}", "rental.hold_minutes=0.04")
+        rental = (
+            f"rental.deadline={in_seconds(18)}",
+            "rental.reserve_minutes=0.1",
+            f"rental.on_finish=echo $EAGLE3_STATUS > {finished}",
+            "rental.hold_minutes=0.04",
+        )
         made = context(tmp_path, server.endpoint_url, *rental)
         with pytest.raises(Interrupted) as caught, launch._guarded(made):
             made.backup.nudge()
@@ -87,7 +94,12 @@ def test_a_dead_endpoint_at_the_deadline_is_told_and_the_machine_is_kept(tmp_pat
         assert made.run.ledger["error"]["message"] == error.message
         made.run.close()
         began = time.monotonic()
-        ended(made.settings, made.path, {"status": "interrupted", "exit_code": 75, "error": error.as_dict(), "unsaved": launch._unsaved(made)}, error)
+        ended(
+            made.settings,
+            made.path,
+            {"status": "interrupted", "exit_code": 75, "error": error.as_dict(), "unsaved": launch._unsaved(made)},
+            error,
+        )
         assert finished.read_text() == "interrupted\n" and time.monotonic() - began > 2.4, "after the hold"
         assert hook.events() == ["interrupted"]
         assert hook.messages[0]["unsaved"] in hook.messages[0]["text"] and hook.messages[0]["text"].count("nothing was saved") == 1
@@ -120,7 +132,18 @@ def test_an_endpoint_that_comes_back_in_time_gets_the_run(tmp_path):
     """rclone, whose bucket is a folder that is there before the server is."""
     rclone, port = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone"), free_port()
     (tmp_path / "buckets" / "heads").mkdir(parents=True)
-    command = [rclone, "serve", "s3", "--config", "", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--addr", f"127.0.0.1:{port}", str(tmp_path / "buckets")]
+    command = [
+        rclone,
+        "serve",
+        "s3",
+        "--config",
+        "",
+        "--auth-key",
+        f"{ACCESS_KEY},{SECRET_KEY}",
+        "--addr",
+        f"127.0.0.1:{port}",
+        str(tmp_path / "buckets"),
+    ]
     made, started = context(tmp_path, f"http://127.0.0.1:{port}"), []
     backup = Backup(made, "s3://heads/kimi.run")
     backup.nudge()
@@ -176,11 +199,26 @@ def test_nothing_is_sent_where_another_machine_saves(tmp_path):
 
 @pytest.mark.parametrize("published,kept", [("s3://heads/kimi", False), (None, True)])
 def test_a_run_that_is_done_is_kept_only_where_its_head_is_nowhere_else(tmp_path, monkeypatch, published, kept):
-    settings = load("smoke", overrides=["push.uri=s3://heads/kimi", f"rental.on_finish=touch {tmp_path}/finished", "rental.hold_minutes=0.01"], environment={})
+    settings = load(
+        "smoke",
+        overrides=["push.uri=s3://heads/kimi", f"rental.on_finish=touch {tmp_path}/finished", "rental.hold_minutes=0.01"],
+        environment={},
+    )
     with webhook() as hook:
         monkeypatch.setenv("EAGLE3_WEBHOOK", hook.url)
         began = time.monotonic()
-        ended(settings, tmp_path, {"status": "done", "exit_code": 0, "error": None, "published": published, "unsaved": "nothing was saved to s3://heads/kimi.run yet: why"}, None)
+        ended(
+            settings,
+            tmp_path,
+            {
+                "status": "done",
+                "exit_code": 0,
+                "error": None,
+                "published": published,
+                "unsaved": "nothing was saved to s3://heads/kimi.run yet: why",
+            },
+            None,
+        )
         assert (time.monotonic() - began > 0.5) == kept and (tmp_path / "finished").exists()
         assert hook.messages[0]["text"].endswith("; nothing was saved to s3://heads/kimi.run yet: why")
 

@@ -30,13 +30,30 @@ def head(name: str, mean: float, rates: list[float], drafts: int = 5000, **more)
         "histogram": [edges[i] - edges[i + 1] for i in range(4)],
         "walk": {"steps": steps, "tokens": steps + sum(accepted), "drafts": drafts, "draft_tokens": 3 * drafts, "accepted": accepted},
         "groups": {
-            "domain": {"chat": {"mean_acceptance_length": mean + 0.1, "low": mean, "high": mean + 0.2}, "code": {"mean_acceptance_length": mean - 0.1}},
-            "position": {label: {"mean_acceptance_length": mean - place / 50} for place, label in enumerate(("0-255", "1024-4095", "16384+", "256-1023"))},
+            "domain": {
+                "chat": {"mean_acceptance_length": mean + 0.1, "low": mean, "high": mean + 0.2},
+                "code": {"mean_acceptance_length": mean - 0.1},
+            },
+            "position": {
+                label: {"mean_acceptance_length": mean - place / 50}
+                for place, label in enumerate(("0-255", "1024-4095", "16384+", "256-1023"))
+            },
             "source": {f"set-{place:02d}": {"mean_acceptance_length": mean + place / 100} for place in range(30)},
             "thinking": {"inside": {"mean_acceptance_length": mean - 0.05}, "outside": {"mean_acceptance_length": mean + 0.2}},
         },
-        "others": {"source": {"shown": ["set-07", "set-03", "set-29"], "labels": 27, "mean_acceptance_length": mean + 0.011, "steps": 40, "tokens": 99}},
-        "standard": {"gsm8k": {"acceptance_length": length(mean + 0.5), "prompts": 80}, "mt-bench": {"acceptance_length": {"mean": mean - 0.2}, "prompts": 4}},
+        "others": {
+            "source": {
+                "shown": ["set-07", "set-03", "set-29"],
+                "labels": 27,
+                "mean_acceptance_length": mean + 0.011,
+                "steps": 40,
+                "tokens": 99,
+            }
+        },
+        "standard": {
+            "gsm8k": {"acceptance_length": length(mean + 0.5), "prompts": 80},
+            "mt-bench": {"acceptance_length": {"mean": mean - 0.2}, "prompts": 4},
+        },
         **more,
     }
 
@@ -59,7 +76,10 @@ def stage(seconds: float, counts: dict, *, state: str = "done", **more) -> dict:
         "bytes": 1_234_567,
         "cost": round(seconds / 3600 * 12.5, 4),
         "inputs": {"prompts.jsonl": {"bytes": 4711, "sha256": "a" * 64}},
-        "outputs": {"out/file.json": {"bytes": 1_234_567, "sha256": "b" * 64}, "states/eval/shard-00000.safetensors": {"bytes": 99, "sha256": None}},
+        "outputs": {
+            "out/file.json": {"bytes": 1_234_567, "sha256": "b" * 64},
+            "states/eval/shard-00000.safetensors": {"bytes": 99, "sha256": None},
+        },
         **more,
     }
 
@@ -68,18 +88,38 @@ def live() -> dict:
     """Two ways at two concurrencies; the server of `none` died in its second measurement."""
 
     def run(rate: float, accepts: float | None = None) -> dict:
-        measured = {"output_throughput": rate, "median_itl_ms": 1000 / rate, "p99_itl_ms": 4000 / rate, "median_tpot_ms": 900 / rate, "median_ttft_ms": 21.5}
+        measured = {
+            "output_throughput": rate,
+            "median_itl_ms": 1000 / rate,
+            "p99_itl_ms": 4000 / rate,
+            "median_tpot_ms": 900 / rate,
+            "median_ttft_ms": 21.5,
+        }
         return measured | ({"spec_decode_acceptance_length": accepts} if accepts else {})
 
     ways = {
-        "none": {"runs": {"1": run(60.0)}, "error": "The live server died with signal SIGKILL (none-server.log): run the same command again."},
+        "none": {
+            "runs": {"1": run(60.0)},
+            "error": "The live server died with signal SIGKILL (none-server.log): run the same command again.",
+        },
         "trained": {"runs": {"1": run(84.6, 2.59), "16": run(700.0, 2.61)}},
     }
-    return {"winner": "trained", "replay": length(2.6132), "requests": 48, "sampling": {"temperature": 1.0, "top_p": 0.95}, "ways": ways, "speedup": {"1": 1.41}, "same_answers": {"winner_and_plain": {"1": 0.9583}}}
+    return {
+        "winner": "trained",
+        "replay": length(2.6132),
+        "requests": 48,
+        "sampling": {"temperature": 1.0, "top_p": 0.95},
+        "ways": ways,
+        "speedup": {"1": 1.41},
+        "same_answers": {"winner_and_plain": {"1": 0.9583}},
+    }
 
 
 def scaling() -> dict:
-    rows = [{"share": share, "samples": int(900 * share), "tokens": int(180_000 * share), "acceptance_length": length(2.1 + share / 2)} for share in (0.1, 0.3, 1.0)]
+    rows = [
+        {"share": share, "samples": int(900 * share), "tokens": int(180_000 * share), "acceptance_length": length(2.1 + share / 2)}
+        for share in (0.1, 0.3, 1.0)
+    ]
     return {"rows": rows}
 
 
@@ -88,10 +128,30 @@ def complete_ledger() -> dict:
         "preflight": stage(4.2, {"checks": 17}),
         "fetch": stage(0.6, {"repositories": 1, "bytes": 7_654_321}),
         "prompts": stage(2.5, {"eval": 64, "train": 900, "read": 981, "duplicate": 5, "too_long": 12, "in_eval_too": 0, "empty": 0}),
-        "generate.eval": stage(31.0, {"prompts": 64, "turns": 70, "tokens": 12_800, "response_tokens": 8_000, "rows": 12_730, "dropped": {}, "tokens_per_second": 400.0}),
+        "generate.eval": stage(
+            31.0,
+            {
+                "prompts": 64,
+                "turns": 70,
+                "tokens": 12_800,
+                "response_tokens": 8_000,
+                "rows": 12_730,
+                "dropped": {},
+                "tokens_per_second": 400.0,
+            },
+        ),
         "baseline": stage(3.3, {"heads": 2, "sequences": 64, "best": "ngram"}),
         "generate.train": stage(
-            120.0, {"prompts": 900, "turns": 1000, "tokens": 180_000, "response_tokens": 108_000, "rows": 179_000, "dropped": {"no answer": 2}, "tokens_per_second": 900.0}
+            120.0,
+            {
+                "prompts": 900,
+                "turns": 1000,
+                "tokens": 180_000,
+                "response_tokens": 108_000,
+                "rows": 179_000,
+                "dropped": {"no answer": 2},
+                "tokens_per_second": 900.0,
+            },
         ),
         "vocab": stage(0.4, {"size": 768, "coverage": 0.98765}),
         "train": stage(61.5, {"steps": 700, "tokens": 358_400, "bad_steps": 0, "loss": 2.17, "dropped_rows": 31}),
@@ -111,7 +171,13 @@ def complete_ledger() -> dict:
         "machine": {"name": "8 x RTX PRO 6000", "host": "box", "cpus": 2},
         "stages": stages,
         "gate": {"verdict": "go", "why": "no threshold is set", "forced": False},
-        "acceptance": {"none": {"mean": 1.0}, "trained": length(2.6132), "untrained": length(1.02), "ngram": length(1.55), "baseline": length(1.55)},
+        "acceptance": {
+            "none": {"mean": 1.0},
+            "trained": length(2.6132),
+            "untrained": length(1.02),
+            "ngram": length(1.55),
+            "baseline": length(1.55),
+        },
         "verifier_loads": 1,
         "published": "file:///data/runs/smoke/published",
         "cost": {"amount": round(seconds / 3600 * 12.5, 4), "currency": "EUR"},
@@ -135,7 +201,13 @@ def training_lines(count: int = 700) -> list[dict]:
         }
         lines.append(line)
         if step % 140 == 0:
-            lines.append({"step": step, "steps": count, "evaluation": {"acceptance": 1.0 + 1.6 * (1 - math.exp(-3 * share)), "rates": [0.5, 0.3, 0.2]}})
+            lines.append(
+                {
+                    "step": step,
+                    "steps": count,
+                    "evaluation": {"acceptance": 1.0 + 1.6 * (1 - math.exp(-3 * share)), "rates": [0.5, 0.3, 0.2]},
+                }
+            )
     return lines
 
 
@@ -149,12 +221,17 @@ def complete_run(tmp_path: Path) -> Path:
     run = tmp_path / "complete"
     run.mkdir()
     (run / "run.json").write_text(json.dumps(complete_ledger()))
-    heads = {"ngram": head("ngram", 1.55, [0.31, 0.15, 0.09], drafts=900, live={"mean": 2.047, "drafts": 913, "replay": {"mean": 2.031}}), "untrained": head("untrained", 1.02, [0.015, 0.004, 0.001])}
+    heads = {
+        "ngram": head("ngram", 1.55, [0.31, 0.15, 0.09], drafts=900, live={"mean": 2.047, "drafts": 913, "replay": {"mean": 2.031}}),
+        "untrained": head("untrained", 1.02, [0.015, 0.004, 0.001]),
+    }
     (run / "baseline.json").write_text(json.dumps({"draft_tokens": 3, "heads": heads, "best": "ngram"}))
     trained = head("trained", 2.6132, [0.71, 0.52, 0.3832], taps=[2, 5, 7], readings={"2-5-7": 2.6132, "3-6-8": 1.81})
     gains = {"over_ngram": length(1.0632), "over_untrained": length(1.5932)}
     by_domain = {"chat": length(1.2), "code": length(0.9)}
-    (run / "evaluation.json").write_text(json.dumps({"draft_tokens": 3, "heads": {"trained": trained}, "gains": gains, "gains_by_domain": by_domain}))
+    (run / "evaluation.json").write_text(
+        json.dumps({"draft_tokens": 3, "heads": {"trained": trained}, "gains": gains, "gains_by_domain": by_domain})
+    )
     (run / "live.json").write_text(json.dumps(live()))
     (run / "scaling.json").write_text(json.dumps(scaling()))
     write_lines(run / "train.jsonl", training_lines())
@@ -203,7 +280,9 @@ def failed_run(tmp_path: Path) -> Path:
     bad["groups"] = {HOSTILE: {HOSTILE: {"mean_acceptance_length": 1.4}}}
     (run / "baseline.json").write_text(json.dumps({"draft_tokens": 3, "heads": {HOSTILE: bad}, "best": HOSTILE}))
     (run / "evaluation.json").write_text(json.dumps({"gains": {f"over_{HOSTILE}": length(0.3)}}))
-    (run / "live.json").write_text(json.dumps({"winner": HOSTILE, "ways": {HOSTILE: {"runs": {HOSTILE: {"output_throughput": 2.0}}, "error": HOSTILE}}}))
+    (run / "live.json").write_text(
+        json.dumps({"winner": HOSTILE, "ways": {HOSTILE: {"runs": {HOSTILE: {"output_throughput": 2.0}}, "error": HOSTILE}}})
+    )
     (run / "scaling.json").write_text(json.dumps({"rows": [HOSTILE, {"share": HOSTILE}]}))
     write_lines(run / "train.jsonl", [{"step": 10, "loss": 3.0}, {"step": 20, "loss": math.nan, HOSTILE: HOSTILE}])
     write_lines(run / "events.jsonl", [{"time": HOSTILE, "kind": HOSTILE, "text": HOSTILE}])

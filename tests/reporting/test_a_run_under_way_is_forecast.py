@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from jobs.job_file import load
 from jobs.reporting.forecast import forecast, told
 from jobs.reporting.plan import for_all_machines
-from jobs.settings import load
 
 SKIPPED = {"state": "skipped"}  # training that is done would have measured something
 

@@ -68,7 +68,11 @@ def run_on_terminal(code: str, columns: int = 120) -> tuple[int, str, str]:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=slave, stderr=slave, stdout=subprocess.PIPE, env=environment(TERM="xterm", LC_ALL="C.UTF-8", COLUMNS=str(columns))
+        [sys.executable, "-c", code],
+        stdin=slave,
+        stderr=slave,
+        stdout=subprocess.PIPE,
+        env=environment(TERM="xterm", LC_ALL="C.UTF-8", COLUMNS=str(columns)),
     )
     os.close(slave)
     seen = b""

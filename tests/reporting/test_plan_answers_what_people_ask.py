@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from jobs.errors import MustFix
+from jobs.job_file import load
 from jobs.reporting.choices import NEW_MACHINE_SECONDS, answers, places, spot
 from jobs.reporting.plan import for_all_machines
 from jobs.reporting.stage_times import over_link
 from jobs.reporting.workload import Range
-from jobs.settings import load
 
 
 def settings(*overrides):
@@ -31,7 +31,9 @@ def test_states_made_at_home_and_sent_while_they_are_written():
     assert answer["link_seconds"]["low"] == pytest.approx(states / 0.625e9), "5 Gbps at best"
     trained = sum(rented.stage(name).seconds.low for name in ("preflight", "vocab", "train", "evaluate", "package", "push"))
     assert split["cost"]["low"] == pytest.approx(trained / 3600 * 48), "only the rented hours cost"
-    making = sum(home.stage(name).seconds.low for name in ("prompts", "engine start", "generate.eval", "baseline", "generate.train", "live"))
+    making = sum(
+        home.stage(name).seconds.low for name in ("prompts", "engine start", "generate.eval", "baseline", "generate.train", "live")
+    )
     assert split["seconds"]["low"] == pytest.approx(trained + max(making, states / 0.625e9))
     assert "Sending the" in answer["text"] and "over 5 Gbps" in answer["text"]
 
@@ -78,7 +80,19 @@ def test_the_plan_in_full_is_of_the_machine_the_job_is_for():
 
 
 def test_the_command_line_answers():
-    command = [sys.executable, "-m", "entrypoints.cli", "plan", "hero", "--set", "rental.price_per_hour=48", "--set", "rental.spot_price_per_hour=20", "--for", "2000"]
+    command = [
+        sys.executable,
+        "-m",
+        "entrypoints.cli",
+        "plan",
+        "hero",
+        "--set",
+        "rental.price_per_hour=48",
+        "--set",
+        "rental.spot_price_per_hour=20",
+        "--for",
+        "2000",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for start in ("Where: all on", "Spot at 20.00 an hour", "For 2,000 USD on 8 x B300"):

@@ -6,12 +6,22 @@ from dataclasses import replace
 import pytest
 
 from jobs.errors import MustFix
+from jobs.job_file import load
 from jobs.reporting.choices import samples_within
 from jobs.reporting.machines import B300_RATES, MACHINES, RTX_RATES, calibrate, machine_of, scaled, transfer
 from jobs.reporting.plan import Plan, for_all_machines, plan, render_plans
 from jobs.reporting.stage_times import over_link
-from jobs.reporting.workload import KIMI_K25, REFERENCE_FLOP, Range, head_size, hidden_bytes_per_token, standard_samples, training_flop, workload
-from jobs.settings import Settings, load
+from jobs.reporting.workload import (
+    KIMI_K25,
+    REFERENCE_FLOP,
+    Range,
+    head_size,
+    hidden_bytes_per_token,
+    standard_samples,
+    training_flop,
+    workload,
+)
+from jobs.settings import Settings
 
 LOCAL = MACHINES["8x-rtx-pro-6000"]
 B300 = MACHINES["8x-b300"]
@@ -21,7 +31,13 @@ def run_to_beat(**changes) -> Settings:
     """1,000 samples (950 train), 503,000 tokens of existing answers, one sample a step, 10 epochs."""
     sections = {
         "job": {"name": "run-to-beat"},
-        "verifier": {"model": "moonshotai/Kimi-K2.5", "revision": "a" * 40, "taps": [2, 30, 58], "max_num_seqs": 200, "max_model_len": 2048},
+        "verifier": {
+            "model": "moonshotai/Kimi-K2.5",
+            "revision": "a" * 40,
+            "taps": [2, 30, 58],
+            "max_num_seqs": 200,
+            "max_model_len": 2048,
+        },
         "prompts": {"train_samples": 950, "eval_samples": 50},
         "generate": {"responses": "answers"},
         "vocab": {"size": 32000},
@@ -80,7 +96,9 @@ def test_sizes_are_the_published_ones():
 
 
 @pytest.mark.parametrize(
-    ("size", "unit", "expected"), [(4.73e9, 1, 7.6), (28.8e9, 1, 46), (540e9, 60, 14.4), (5.7e12, 3600, 2.5)], ids=["head", "states", "verifier", "hero states"]
+    ("size", "unit", "expected"),
+    [(4.73e9, 1, 7.6), (28.8e9, 1, 46), (540e9, 60, 14.4), (5.7e12, 3600, 2.5)],
+    ids=["head", "states", "verifier", "hero states"],
 )
 def test_transfers_take_what_the_link_allows(size, unit, expected):
     digits = 0 if expected == 46 else 1
@@ -124,9 +142,15 @@ def test_replays_while_training_are_in_the_plan():
 
     hero = load("hero")
     own, judged = hero.prompts.eval_samples, plan(hero, B300_RATES, B300).stage("evaluate").seconds
-    once, often, shipped = train("train.evaluate_every=1000000", f"train.evaluate_samples={own}"), train(f"train.evaluate_samples={own}"), train()
+    once, often, shipped = (
+        train("train.evaluate_every=1000000", f"train.evaluate_samples={own}"),
+        train(f"train.evaluate_samples={own}"),
+        train(),
+    )
     times = workload(hero, KIMI_K25).steps.high / hero.train.evaluate_every
-    assert times > 10 and often.high - once.high == pytest.approx((times - 1) * judged.high * own / (own + standard_samples(hero)), rel=0.01)
+    assert times > 10 and often.high - once.high == pytest.approx(
+        (times - 1) * judged.high * own / (own + standard_samples(hero)), rel=0.01
+    )
     assert shipped.high - once.high < 0.25 * (often.high - once.high)
     scaled_run = plan(load("hero", overrides=["evaluate.scaling=[0.99]"]), B300_RATES, B300)
     assert scaled_run.stage("scaling").seconds.high < train().high + judged.high, "nothing is judged in between there"
@@ -173,7 +197,11 @@ def finished_run(model: str = "moonshotai/Kimi-K2.5") -> dict:
                 "counts": {"prompts": 950, "turns": 1200, "tokens": tokens, "response_tokens": 0.9 * tokens},
             },
             # Ten seconds of work after an engine start of 20 minutes.
-            "generate.eval": {"state": "done", "seconds": 1210.0, "counts": {"tokens": 40_000, "response_tokens": 30_720, "tokens_per_second": 3072.0}},
+            "generate.eval": {
+                "state": "done",
+                "seconds": 1210.0,
+                "counts": {"tokens": 40_000, "response_tokens": 30_720, "tokens_per_second": 3072.0},
+            },
             "train": {"state": "done", "seconds": 27.7 * 60, "counts": {"steps": 9500}},
         },
     }
@@ -200,7 +228,11 @@ def test_compilation_and_earlier_processes_do_not_calibrate_a_step():
     stage = ledger["stages"]["train"]
     steps, seconds = stage["counts"]["steps"], stage["seconds"]
     stage["seconds"] += 1200  # a killed process and its compilation among them
-    stage["counts"] |= {"first_step_seconds": 600.0, "resumed_from": steps // 2, "seconds": 600 + seconds * (steps - steps // 2 - 1) / steps}
+    stage["counts"] |= {
+        "first_step_seconds": 600.0,
+        "resumed_from": steps // 2,
+        "seconds": 600 + seconds * (steps - steps // 2 - 1) / steps,
+    }
     assert plan(run_to_beat(), calibrate(ledger, RTX_RATES), LOCAL).stage("train").seconds.middle == pytest.approx(27.7 * 60, rel=0.01)
     stage["counts"] |= {"steps": 1, "resumed_from": None}
     assert calibrate(ledger, RTX_RATES).step_fast.fixed > 0

@@ -17,10 +17,19 @@ from jobs.reporting.report import write_report
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 BROWSER = shutil.which("chromium")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync "
-    "--enable-logging=stderr --allow-file-access-from-files --virtual-time-budget=3000"
-).split()
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--allow-file-access-from-files",
+    "--virtual-time-budget=3000",
+]
 
 
 class Page(HTMLParser):
@@ -132,7 +141,9 @@ def test_positions_are_shares_of_all_steps_and_a_drafter_that_rarely_drafts_is_n
     walk = "baseline.json#/heads/ngram/walk"
     assert shown[f"{walk}/accepted/0", f"{walk}/steps"] == "5.6 %", "279 of 5,000 steps"
     assert shown["baseline.json#/heads/ngram/rates/0", None] == "31.0 %", "of the 900 steps that drafted, in a row of its own"
-    assert ("evaluation.json#/heads/trained/rates/0", None) not in shown and shown["evaluation.json#/heads/trained/walk/accepted/0", "evaluation.json#/heads/trained/walk/steps"] == "71.0 %"
+    assert ("evaluation.json#/heads/trained/rates/0", None) not in shown and shown[
+        "evaluation.json#/heads/trained/walk/accepted/0", "evaluation.json#/heads/trained/walk/steps"
+    ] == "71.0 %"
     assert "if drafted" in page.text
 
 
@@ -142,7 +153,18 @@ def test_the_verdict_comes_first_and_says_what_the_head_is_worth(complete_run):
     assert words.index("Done") < words.index("Acceptance length by head")
     assert "The trained head emits 2.61 tokens a verification step (95 % interval 2.53 to 2.69); 4 is the most." in words
     assert "Against ngram: +1.06 (95 % interval 0.98 to 1.14) on the same prompts." in words
-    for needed in ("too long", "duplicate", "no answer", "900 tokens/s", "estimate in training", "training from scratch, 700 steps", "train.epochs", "vllm", "b" * 64, "prompts: 12 were too long"):
+    for needed in (
+        "too long",
+        "duplicate",
+        "no answer",
+        "900 tokens/s",
+        "estimate in training",
+        "training from scratch, 700 steps",
+        "train.epochs",
+        "vllm",
+        "b" * 64,
+        "prompts: 12 were too long",
+    ):
         assert needed in words, needed
     assert "hidden-word" not in (complete_run / "report.html").read_text()  # a password in a URL
 
@@ -158,7 +180,15 @@ def test_live_speed_stands_in_the_verdict_and_in_a_table_and_a_dead_server_is_na
 
 def test_standard_prompts_stand_beside_the_public_cards_with_what_differs(complete_run):
     words = " ".join(page_of(complete_run).text.split())
-    for needed in ("lightseekorg/kimi-k2.5-eagle3", "3.201", "2.687", "What differs from the cards", "temperature 1", "3.113", "3.03 to 3.19"):
+    for needed in (
+        "lightseekorg/kimi-k2.5-eagle3",
+        "3.201",
+        "2.687",
+        "What differs from the cards",
+        "temperature 1",
+        "3.113",
+        "3.03 to 3.19",
+    ):
         assert needed in words, needed
     ledger = json.loads((complete_run / "run.json").read_text())
     ledger["settings"]["verifier"]["model"] = "another/model"
@@ -183,12 +213,19 @@ def test_the_scaling_table_and_every_stages_money_are_there(complete_run):
     shown = {attributes.get("data-source"): text for attributes, text in page_of(complete_run).figures if "data-per" not in attributes}
     assert shown["scaling.json#/rows/0/share"] == "10 %" and shown["scaling.json#/rows/2/samples"] == "900"
     assert shown["run.json#/stages/generate.train/cost"] == "0.42 EUR"
-    assert shown["run.json#/stages/generate.train/counts/dropped/no answer"] == "2" and shown["run.json#/stages/prompts/counts/too_long"] == "12"
+    assert (
+        shown["run.json#/stages/generate.train/counts/dropped/no answer"] == "2"
+        and shown["run.json#/stages/prompts/counts/too_long"] == "12"
+    )
 
 
 def test_a_no_go_says_why(complete_run):
     ledger = json.loads((complete_run / "run.json").read_text())
-    ledger |= {"status": "no_go", "published": None, "acceptance": {"ngram": {"mean": 3.7, "low": 3.6, "high": 3.8}, "baseline": {"mean": 3.7, "low": 3.6, "high": 3.8}}}
+    ledger |= {
+        "status": "no_go",
+        "published": None,
+        "acceptance": {"ngram": {"mean": 3.7, "low": 3.6, "high": 3.8}, "baseline": {"mean": 3.7, "low": 3.6, "high": 3.8}},
+    }
     ledger["gate"] = {"verdict": "no_go", "why": "ngram already accepts 3.700 tokens a step", "forced": False}
     (complete_run / "run.json").write_text(json.dumps(ledger))
     (complete_run / "evaluation.json").unlink()
@@ -214,9 +251,17 @@ def test_a_run_that_is_not_over_says_what_it_still_takes_and_costs(stopped_run):
     page = page_of(stopped_run)
     shown = {attributes.get("data-source"): (json.loads(attributes["value"]), text) for attributes, text in page.figures}
     for end in ("low", "high"):
-        assert shown[f"forecast(run.json)#/seconds_left/{end}"] == (expected["seconds_left"][end], figures.seconds_text(expected["seconds_left"][end]))
-        assert shown[f"forecast(run.json)#/cost_in_all/{end}"] == (expected["cost_in_all"][end], figures.money_text(expected["cost_in_all"][end]))
-    assert shown["forecast(run.json)#/stages/generate.train/low"] == (400.0, "6.7 min") and shown["forecast(run.json)#/stages/generate.train/high"] == (600.0, "10.0 min")
+        assert shown[f"forecast(run.json)#/seconds_left/{end}"] == (
+            expected["seconds_left"][end],
+            figures.seconds_text(expected["seconds_left"][end]),
+        )
+        assert shown[f"forecast(run.json)#/cost_in_all/{end}"] == (
+            expected["cost_in_all"][end],
+            figures.money_text(expected["cost_in_all"][end]),
+        )
+    assert shown["forecast(run.json)#/stages/generate.train/low"] == (400.0, "6.7 min") and shown[
+        "forecast(run.json)#/stages/generate.train/high"
+    ] == (600.0, "10.0 min")
     words = " ".join(page.text.split())
     for needed in ("Still expected", "Cost so far", "Cost expected in all", "What is left", "its own progress", "the plan"):
         assert needed in words, needed
@@ -240,7 +285,15 @@ def test_without_a_price_the_report_names_no_cost(stopped_run):
     assert "Still expected" in words and "EUR" not in words.split("Details")[0] and "Cost so far" not in words
 
 
-@pytest.mark.parametrize("contents", [{}, {"run.json": "{torn"}, {"run.json": "[]", "train.jsonl": "x\ny\n"}, {"run.json": '{"stages": 3, "acceptance": [], "machine": "box"}'}])
+@pytest.mark.parametrize(
+    "contents",
+    [
+        {},
+        {"run.json": "{torn"},
+        {"run.json": "[]", "train.jsonl": "x\ny\n"},
+        {"run.json": '{"stages": 3, "acceptance": [], "machine": "box"}'},
+    ],
+)
 def test_a_folder_with_holes_has_a_page(tmp_path, contents):
     for name, text in contents.items():
         (tmp_path / name).write_text(text)
@@ -292,7 +345,8 @@ def test_axis_ticks_are_round_and_span_the_data(low, high):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (0.05, "0.05 s"), (7.57, "7.6 s"), (864, "14.4 min"), (9120, "2.5 h"), (3 * 86400, "3.0 d"), (None, "-")]
+    ("seconds", "text"),
+    [(0, "0 s"), (0.05, "0.05 s"), (7.57, "7.6 s"), (864, "14.4 min"), (9120, "2.5 h"), (3 * 86400, "3.0 d"), (None, "-")],
 )
 def test_seconds_are_written_for_people(seconds, text):
     assert figures.seconds_text(seconds) == text

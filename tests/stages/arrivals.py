@@ -23,7 +23,14 @@ class Arrivals:
         self, seed: int, places: int, *, mean: float = 12, lost: Callable[[str], bool] = lambda _: False,
         stop_after: int | None = None, watch: Callable = lambda _: None,
     ):  # fmt: skip
-        self.rng, self.places, self.mean, self.lost, self.stop_after, self.watch = random.Random(seed), places, mean, lost, stop_after, watch
+        self.rng, self.places, self.mean, self.lost, self.stop_after, self.watch = (
+            random.Random(seed),
+            places,
+            mean,
+            lost,
+            stop_after,
+            watch,
+        )
         self.waiting: list[Request] = []
         self.handed_out: list[Finished] = []
         self.discarded: list[str] = []
@@ -36,7 +43,9 @@ class Arrivals:
         self.discarded += samples
         self.waiting[:] = [request for request in self.waiting if request.id not in samples]
 
-    def run(self, requests: Iterable[Request], on_finished: Callable[[Finished], Iterable[Request]], should_stop: Callable[[], bool]) -> None:
+    def run(
+        self, requests: Iterable[Request], on_finished: Callable[[Finished], Iterable[Request]], should_stop: Callable[[], bool]
+    ) -> None:
         source = iter(requests)
         while True:
             while len(self.waiting) < self.places and (request := next(source, None)):

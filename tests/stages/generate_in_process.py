@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from jobs.errors import JobError
+from jobs.job_file import validated
 from jobs.reporting.display import Display
 from jobs.run import Context, RunDirectory
-from jobs.settings import Settings, VerifierSettings, validated
+from jobs.settings import Settings, VerifierSettings
 from jobs.stages import generate
 from jobs.verifier.engine import VerifierEngine
 from jobs.verifier.facts import VerifierFacts
@@ -48,13 +49,21 @@ def prepare(folder: Path, rows: list[dict[str, Any]], verifier: Path = CHECKPOIN
 
 
 def prompt(number: int, *turns: str, split: str = "eval", thinking: bool = False) -> dict[str, Any]:
-    return {"id": f"p{number:03d}", "messages": [{"role": "user", "content": turn} for turn in turns], "source": "test", "split": split, "thinking": thinking}
+    return {
+        "id": f"p{number:03d}",
+        "messages": [{"role": "user", "content": turn} for turn in turns],
+        "source": "test",
+        "split": split,
+        "thinking": thinking,
+    }
 
 
 @contextlib.contextmanager
 def small_engine() -> Iterator[VerifierEngine]:
     """The engine of SMALL on the tiny verifier, capturing both readings of its taps, for the tests of a module to share."""
-    engine = VerifierEngine(CHECKPOINT, VerifierSettings(**SMALL["verifier"]), seed=3, capture_taps=VerifierFacts.read(CHECKPOINT).both_readings(None))
+    engine = VerifierEngine(
+        CHECKPOINT, VerifierSettings(**SMALL["verifier"]), seed=3, capture_taps=VerifierFacts.read(CHECKPOINT).both_readings(None)
+    )
     torch.set_num_threads(1)  # vLLM takes one a core; a tiny model only waits for them
     try:
         yield engine

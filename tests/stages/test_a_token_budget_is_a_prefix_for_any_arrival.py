@@ -27,7 +27,10 @@ LONGEST, LONGEST_ANSWER = SMALL["verifier"]["max_model_len"], 100
 def rows_of(rng: random.Random, conversations: int) -> list[dict]:
     """One to four turns each, in both modes; some prompts leave no room for an answer, at once or in a later turn."""
     turns = [" ".join(["word"] * rng.choice((1, 3, 9, 9, 30, 90))) for _ in range(4 * conversations)]
-    return [prompt(i, *turns[4 * i : 4 * i + rng.choice((1, 1, 2, 4))], split="train", thinking=rng.random() < 0.5) for i in range(conversations)]
+    return [
+        prompt(i, *turns[4 * i : 4 * i + rng.choice((1, 1, 2, 4))], split="train", thinking=rng.random() < 0.5)
+        for i in range(conversations)
+    ]
 
 
 def committed(folder: Path) -> dict:

@@ -15,9 +15,9 @@ from jobs.draft.model import Eagle3Head, HeadConfig
 from jobs.draft.replay import Candidate
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
+from jobs.job_file import load
 from jobs.reporting.display import Display
 from jobs.run import Context, RunDirectory
-from jobs.settings import load
 from jobs.stages import baseline, fetch, initial, judging
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
 from jobs.verifier.chat import Chat
@@ -31,7 +31,18 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def head_of_the_tiny_verifier(folder: Path, seed: int) -> Path:
     facts, verifier = VerifierFacts.read(CHECKPOINT), VerifierWeights.read(CHECKPOINT)
     config = HeadConfig(
-        facts.vocab_size, 256, facts.hidden_size, 128, facts.heads, facts.heads, facts.hidden_size // facts.heads, facts.rms_norm_eps, 1e4, None, (2, 5, 7), False
+        facts.vocab_size,
+        256,
+        facts.hidden_size,
+        128,
+        facts.heads,
+        facts.heads,
+        facts.hidden_size // facts.heads,
+        facts.rms_norm_eps,
+        1e4,
+        None,
+        (2, 5, 7),
+        False,
     )
     save_llama_eagle3(Eagle3Head.from_scratch(config, verifier, torch.arange(256), seed), folder, dtype=torch.float32)
     return folder
@@ -53,7 +64,10 @@ def mla(head: Path, folder: Path) -> Path:
 
 
 def answers(prompts: int) -> list[Response]:
-    found = [Response(f"p{i}#0", [5, 9, 11 + i], [3, 4, 3, 4, 3, 4, 20 + i, 3, 4], "stop", {}, "own" if i % 2 else "gsm8k-like", False) for i in range(prompts)]
+    found = [
+        Response(f"p{i}#0", [5, 9, 11 + i], [3, 4, 3, 4, 3, 4, 20 + i, 3, 4], "stop", {}, "own" if i % 2 else "gsm8k-like", False)
+        for i in range(prompts)
+    ]
     return found + [Response(f"std.gsm8k.{i}#0", [5, 9], [1, 2, 1, 2, 1, 2, 1], "stop", {}, "gsm8k", False) for i in range(6)]
 
 
@@ -77,7 +91,9 @@ def eval_split(context: Context, prompts: int, gap: str | None = None) -> None:
 def made(folder: Path, heads: dict[str, Path], prompts: int = PROMPTS, gap: str | None = None) -> Context:
     listed = ", ".join(f'{{name="{name}", model="{path}"}}' for name, path in heads.items())
     settings = load("smoke", overrides=[f"heads.candidates=[{listed}]", "heads.warm_start=best", "evaluate.bootstrap=100"], environment={})
-    settings = settings.model_copy(update={"heads": settings.heads.model_copy(update={"untrained": False})})  # it would need answers of the train split
+    settings = settings.model_copy(
+        update={"heads": settings.heads.model_copy(update={"untrained": False})}
+    )  # it would need answers of the train split
     run = RunDirectory(folder / "run")
     run.begin(settings)
     context = Context(settings, run, Display.open("plain", stream=sys.stderr))
@@ -115,7 +131,12 @@ def judged(heads, tmp_path_factory):
 def test_a_head_that_does_not_fit_is_one_sentence_and_the_others_are_judged(judged):
     context, figures = judged
     assert set(figures["heads"]) == {"good", "ngram"}
-    told = {name: text for text in notes(context) for name in ("wide", "foreign", "mla-by-config", "mla-by-tensors", "far") if f"baseline: {name} " in text}
+    told = {
+        name: text
+        for text in notes(context)
+        for name in ("wide", "foreign", "mla-by-config", "mla-by-tensors", "far")
+        if f"baseline: {name} " in text
+    }
     assert "hidden size 256, the verifier" in told["wide"]
     assert "vocabulary 999" in told["foreign"]
     assert "no MLA draft" in told["mla-by-config"] and "no MLA draft" in told["mla-by-tensors"]
@@ -179,9 +200,13 @@ def test_standard_sets_stand_apart_and_do_not_move_the_figure(judged):
 
 def test_a_judgement_made_again_is_the_same_to_the_last_byte(judged):
     context, _ = judged
-    before = {path.name: path.read_bytes() for path in (context.path / "judgements").iterdir()} | {"figures": (context.path / "baseline.json").read_bytes()}
+    before = {path.name: path.read_bytes() for path in (context.path / "judgements").iterdir()} | {
+        "figures": (context.path / "baseline.json").read_bytes()
+    }
     baseline.run(context)
-    after = {path.name: path.read_bytes() for path in (context.path / "judgements").iterdir()} | {"figures": (context.path / "baseline.json").read_bytes()}
+    after = {path.name: path.read_bytes() for path in (context.path / "judgements").iterdir()} | {
+        "figures": (context.path / "baseline.json").read_bytes()
+    }
     assert before == after
 
 
@@ -204,7 +229,9 @@ def test_a_head_is_judged_in_the_type_in_which_it_is_served(heads, tmp_path, mon
         assert torch.equal(tensor, wanted[name]), name
     assert head.fc.weight.dtype == torch.float32, "what is given stays as it was: it may be in training"
     head.embed_tokens.to(torch.bfloat16)
-    assert judging.as_served(served, head).embed_tokens.weight.data_ptr() == head.embed_tokens.weight.data_ptr(), "nor is copied what needs no rounding"
+    assert judging.as_served(served, head).embed_tokens.weight.data_ptr() == head.embed_tokens.weight.data_ptr(), (
+        "nor is copied what needs no rounding"
+    )
 
 
 def test_too_few_prompts_for_an_interval_is_78(heads, tmp_path):

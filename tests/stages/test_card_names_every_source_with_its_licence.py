@@ -1,6 +1,6 @@
 """The model card names every source of the train split with its licence, as hero mixes them."""
 
-from jobs.settings import load
+from jobs.job_file import load
 from jobs.stages import card
 
 

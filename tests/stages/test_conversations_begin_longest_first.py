@@ -21,7 +21,14 @@ def order_of(conversations, expectation, block=None) -> list[int]:
 
 def test_by_source_mode_and_open_turns():
     expectation = Expectation([answer("a", False, 100), answer("a", False, 200), answer("b", False, 400), answer("a", True, 900)], 4000)
-    given = [conversation(0), conversation(1, source="b"), conversation(2, thinking=True), conversation(3, turns=7), conversation(4, source="new"), conversation(5)]
+    given = [
+        conversation(0),
+        conversation(1, source="b"),
+        conversation(2, thinking=True),
+        conversation(3, turns=7),
+        conversation(4, source="new"),
+        conversation(5),
+    ]
     # 150, 400, 900, 7 x 150, the mode's mean of 233, 150
     assert order_of(given, expectation) == [3, 2, 1, 4, 0, 5]
     given[3].answers = [{}] * 5  # a continued run: two turns are left

@@ -9,17 +9,17 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from hub_server import COMMIT, hub
 
 from jobs.errors import MustFix
 from jobs.stages.hub import require_commit
-from hub_server import COMMIT, hub
 
 DOWNLOAD = """
     import io, json, sys
     from pathlib import Path
     from jobs.reporting.display import Display
     from jobs.run import Context, RunDirectory
-    from jobs.settings import load
+    from jobs.job_file import load
     from jobs.stages import hub
     from jobs.errors import JobError
     settings = load("smoke")
@@ -45,7 +45,12 @@ def repository(tmp_path):
 
 
 def download(tmp_path, endpoint, name="someone/model", revision=None, stall=5.0, offline=False):
-    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1" if offline else "0", "HF_HUB_DISABLE_XET": "1"}
+    environment = os.environ | {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_OFFLINE": "1" if offline else "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(DOWNLOAD), str(tmp_path / "run"), name, json.dumps(revision), str(stall)],
         env=environment, capture_output=True, text=True, timeout=120,
@@ -145,7 +150,7 @@ FETCH = """
     from jobs.errors import JobError
     from jobs.reporting.display import Display
     from jobs.run import Context, RunDirectory
-    from jobs.settings import load
+    from jobs.job_file import load
     from jobs.stages import fetch
     settings = load("smoke", overrides=sys.argv[2:], environment={})
     run = RunDirectory(Path(sys.argv[1])); run.begin(settings)
@@ -159,8 +164,14 @@ FETCH = """
 @pytest.mark.parametrize(
     ("prompts", "said"),
     [
-        (("prompts.source=DATA", "prompts.messages_field=text", 'prompts.mix=[{source="DATA", samples=2, messages_field="inputs"}]'), "`inputs` is missing or empty"),
-        (("prompts.source=DATA", "prompts.messages_field=text", 'prompts.standard=[{name="mine", source="OTHER"}]'), "no text of a question"),
+        (
+            ("prompts.source=DATA", "prompts.messages_field=text", 'prompts.mix=[{source="DATA", samples=2, messages_field="inputs"}]'),
+            "`inputs` is missing or empty",
+        ),
+        (
+            ("prompts.source=DATA", "prompts.messages_field=text", 'prompts.standard=[{name="mine", source="OTHER"}]'),
+            "no text of a question",
+        ),
     ],
 )
 def test_a_wrong_column_of_a_data_set_is_found_before_the_verifier_is_downloaded(tmp_path, repository, prompts, said):

@@ -50,13 +50,26 @@ class Served:
         port = free_port()
         settings = VerifierSettings(**SMALL["verifier"] | {"max_num_batched_tokens": UNSPLIT})
         prepare_environment(settings, VerifierFacts.read(CHECKPOINT))
-        environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"} | {"OMP_NUM_THREADS": "1"}
-        command = [*VLLM, "serve", str(CHECKPOINT), *serve_arguments(CHECKPOINT, settings, None, seed=100 + number), "--port", str(port), "--host", "127.0.0.1"]
+        environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"} | {
+            "OMP_NUM_THREADS": "1"
+        }
+        command = [
+            *VLLM,
+            "serve",
+            str(CHECKPOINT),
+            *serve_arguments(CHECKPOINT, settings, None, seed=100 + number),
+            "--port",
+            str(port),
+            "--host",
+            "127.0.0.1",
+        ]
         # A name of its own, and for one of them chunks of several tokens, as README advises.
         command += ["--served-model-name", "tiny", *(["--stream-interval", "7"] if number else [])]
         self.url, self.log = f"http://127.0.0.1:{port}", folder / f"server-{number}.log"
         with self.log.open("wb") as output:
-            self.process = start_with_this_process(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+            self.process = start_with_this_process(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
 
     def wait(self) -> None:
         until = time.monotonic() + START_SECONDS

@@ -15,10 +15,10 @@ import pytest
 from generate_in_process import context_of, prepare, prompt
 
 from jobs.errors import MustFix, TryAgain
+from jobs.job_file import load
 from jobs.ports import free_port
 from jobs.reporting.display import Display
 from jobs.run import Context, RunDirectory
-from jobs.settings import load
 from jobs.stages import preflight
 from jobs.verifier.endpoints import require_endpoints, unfit
 from jobs.verifier.remote import Traffic
@@ -217,8 +217,17 @@ def test_a_request_holds_everything_that_its_answer_depends_on(small):
     found, said, _ = answers(questions(1), small.url)
     assert found["p0#0"].response_token_ids == [2, 3] and found["p0#0"].finish_reason == "length" and said == []
     sent = small.asked[0]
-    assert (sent["prompt"], sent["seed"], sent["temperature"], sent["top_p"], sent["max_tokens"], sent["stop_token_ids"]) == ([1, 2], 0, 0.6, 0.9, 8, [7])
-    assert (sent["top_k"], sent["min_p"], sent["repetition_penalty"]) == (0, 0.0, 1.0), "else the server takes them from generation_config.json"
+    assert (sent["prompt"], sent["seed"], sent["temperature"], sent["top_p"], sent["max_tokens"], sent["stop_token_ids"]) == (
+        [1, 2],
+        0,
+        0.6,
+        0.9,
+        8,
+        [7],
+    )
+    assert (sent["top_k"], sent["min_p"], sent["repetition_penalty"]) == (0, 0.0, 1.0), (
+        "else the server takes them from generation_config.json"
+    )
 
 
 def test_what_a_hung_server_was_asked_is_answered_by_the_others_and_said_once(small):

@@ -35,7 +35,11 @@ GREEDY = {"thinking": {"temperature": 0}, "instant": {"temperature": 0}}
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> StateStore:
     """Answers of M + K tokens without speculation."""
-    folder = prepare(tmp_path_factory.mktemp("plain"), [prompt(i, f"Explain the function number {i}.") for i in range(24)], generate={"max_new_tokens": M + K, **GREEDY})
+    folder = prepare(
+        tmp_path_factory.mktemp("plain"),
+        [prompt(i, f"Explain the function number {i}.") for i in range(24)],
+        generate={"max_new_tokens": M + K, **GREEDY},
+    )
     context = context_of(folder)
     engine = generate.start_engine(context)
     context.run.close()
@@ -120,7 +124,11 @@ def test_answers_and_states_are_those_without_and_the_ledgers_counters_are_the_r
     finally:
         context.run.close()
     beside = read_json(folder / "baseline.json")["heads"]["mine"]["live"]
-    assert beside["mean"] == live["mean"] and beside["replay"]["drafts"] == live["drafts"] and beside["replay"]["draft_tokens"] == live["draft_tokens"]
+    assert (
+        beside["mean"] == live["mean"]
+        and beside["replay"]["drafts"] == live["drafts"]
+        and beside["replay"]["draft_tokens"] == live["draft_tokens"]
+    )
     past_the_end = sum(live["accepted"]) - sum(beside["replay"]["accepted"])
     assert 0 <= past_the_end <= K * counts["turns"]
 
@@ -128,7 +136,9 @@ def test_answers_and_states_are_those_without_and_the_ledgers_counters_are_the_r
 def test_a_killed_run_continues_to_the_same_answers_and_keeps_what_was_counted(plain, speculating, engine):
     folder = speculating("killed")
     path = folder / "states/eval/responses.jsonl"
-    process = subprocess.Popen([sys.executable, str(SCRIPT), str(folder), "eval"], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(folder), "eval"], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     while not path.exists() or path.read_text().count("\n") < 3:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)

@@ -98,7 +98,9 @@ def test_a_killed_run_of_two_replicas_continues_to_the_same_result(unbroken, tmp
     first = kill_after(broken, 5)
     assert loads(broken) == 1
     done = finish(broken)
-    assert loads(broken) == 2 and {name: done[name] for name in ("asked", "turns", "dropped")} == {name: counts[name] for name in ("asked", "turns", "dropped")}
+    assert loads(broken) == 2 and {name: done[name] for name in ("asked", "turns", "dropped")} == {
+        name: counts[name] for name in ("asked", "turns", "dropped")
+    }
     assert lines(broken)[: len(first)] == first, "a committed answer was touched"
     a, b = StateStore(unbroken / "states/eval"), StateStore(broken / "states/eval")
     ids = [json.loads(line)["id"] for line in lines(broken)]

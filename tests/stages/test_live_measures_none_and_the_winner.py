@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "compat"))
 import successor  # noqa: E402
 
 from jobs.errors import TryAgain  # noqa: E402
+from jobs.job_file import load  # noqa: E402
 from jobs.reporting.display import Display  # noqa: E402
 from jobs.run import Context, RunDirectory  # noqa: E402
-from jobs.settings import load  # noqa: E402
 from jobs.stages import fetch, live  # noqa: E402
 from jobs.storage.responses import Response, ResponseLog  # noqa: E402
 from jobs.verifier.chat import Chat  # noqa: E402
@@ -58,7 +58,9 @@ def made(folder: Path) -> Context:
     fetch.run(context)
     eval_split(context)
     layers = VerifierFacts.read(context.verifier_path).default_taps
-    (context.path / "baseline.json").write_text(json.dumps({"heads": {"known": judged(1.9, taps=list(layers)), "ngram": judged(1.2), "untrained": judged(3.9)}}))
+    (context.path / "baseline.json").write_text(
+        json.dumps({"heads": {"known": judged(1.9, taps=list(layers)), "ngram": judged(1.2), "untrained": judged(3.9)}})
+    )
     (context.path / "evaluation.json").write_text(json.dumps({"heads": {"trained": judged(1.5)}}))
     run.stage("live")["inputs"] = {}
     return context
@@ -68,7 +70,10 @@ def kill_the_plain_server(context: Context) -> None:
     """SIGKILL to the server of `none` once its first measurement stands and the second one runs."""
     while not (context.path / "live" / "none-1.json").exists():
         time.sleep(0.01)
-    while "none" not in (told := (context.path / "live.json").read_text() if (context.path / "live.json").exists() else "") or '"1"' not in told:
+    while (
+        "none" not in (told := (context.path / "live.json").read_text() if (context.path / "live.json").exists() else "")
+        or '"1"' not in told
+    ):
         time.sleep(0.01)
     started = [json.loads(line) for line in (context.path / "events.jsonl").read_text().splitlines()]
     os.killpg(next(event["process"] for event in started if event["kind"] == "live server started"), signal.SIGKILL)
@@ -95,7 +100,10 @@ def test_the_engines_counters_are_those_of_a_head_known_by_construction(measured
         assert run["spec_decode_draft_tokens"] == 3 * run["spec_decode_num_drafts"]
         assert run["output_throughput"] > 0 and run["median_itl_ms"] > 0 and run["p99_tpot_ms"] > 0
     assert list(found["ways"]["known"]["runs"]) == ["1", "4"]
-    assert "--speculative-config" in found["ways"]["known"]["command"] and "--max-concurrency 4" in found["ways"]["known"]["runs"]["4"]["command"]
+    assert (
+        "--speculative-config" in found["ways"]["known"]["command"]
+        and "--max-concurrency 4" in found["ways"]["known"]["runs"]["4"]["command"]
+    )
 
 
 @pytest.mark.slow
@@ -114,7 +122,9 @@ def test_a_server_that_dies_costs_its_own_measurement_only(measured):
 def test_what_is_measured_is_not_measured_again_unless_the_head_is_another(measured, monkeypatch):
     context, _, _ = measured
     started = []
-    monkeypatch.setattr(live, "_measure", lambda context, way, config, traffic, kept: started.append((way, sorted(kept["ways"][way]["runs"]))))
+    monkeypatch.setattr(
+        live, "_measure", lambda context, way, config, traffic, kept: started.append((way, sorted(kept["ways"][way]["runs"])))
+    )
     live.run(context)
     assert started == [("none", ["1"]), ("known", ["1", "4"])]
     context.run.stage("live")["inputs"] = {"trained": {"sha256": "another head"}}

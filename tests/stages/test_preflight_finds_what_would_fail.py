@@ -19,9 +19,9 @@ from ceph_server import ceph_server
 
 from jobs.backup import backup_uri
 from jobs.errors import MustFix, TryAgain
+from jobs.job_file import load
 from jobs.reporting.display import Display
 from jobs.run import Context, RunDirectory
-from jobs.settings import load
 from jobs.stages import preflight
 from jobs.stages.preflight import gpus, machine
 from jobs.stages.preflight.problem import sentence_of

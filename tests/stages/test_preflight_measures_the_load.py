@@ -8,10 +8,11 @@ import pytest
 from test_preflight_finds_what_would_fail import context
 
 from jobs.errors import MustFix
+from jobs.job_file import load
 from jobs.reporting.forecast import forecast
 from jobs.reporting.machines import ENGINE_SECONDS, MACHINES, calibrate, for_verifier, with_disk
 from jobs.reporting.workload import KIMI_K25
-from jobs.settings import VerifierSettings, load
+from jobs.settings import VerifierSettings
 from jobs.stages import preflight
 from jobs.stages.preflight import access, machine
 from jobs.verifier.engine import VerifierEngine

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from jobs.errors import MustFix
+from jobs.job_file import load
 from jobs.reporting.display import Display
 from jobs.run import Context, RunDirectory
-from jobs.settings import load
 from jobs.stages import fetch, prompts
 from jobs.verifier.tiny import PROMPTS
 
@@ -56,15 +56,41 @@ def test_nothing_stands_in_both_splits_even_under_another_id_or_spelling(tmp_pat
 
 def test_a_turn_of_a_longer_conversation_counts_too(tmp_path):
     rows = [user("the shared question", id="e0", split="eval"), user("alone", id="t0")]
-    rows.append({"id": "t1", "messages": [{"role": "user", "content": "first"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "The Shared question"}]})
+    rows.append(
+        {
+            "id": "t1",
+            "messages": [
+                {"role": "user", "content": "first"},
+                {"role": "assistant", "content": "x"},
+                {"role": "user", "content": "The Shared question"},
+            ],
+        }
+    )
     made = context(tmp_path, f"prompts.source={write(tmp_path / 'p.jsonl', rows)}", "prompts.train_samples=9", "prompts.eval_samples=1")
     assert prompts.run(made)["in_eval_too"] == 1
     assert texts(split(made)[0]) == {"alone"}
 
 
 def test_assistant_turns_are_discarded_and_sharegpt_is_read(tmp_path):
-    rows = [{"id": f"s{i}", "conversations": [{"from": "system", "value": "be brief"}, {"from": "human", "value": f"q{i}"}, {"from": "gpt", "value": "its answer"}, {"from": "human", "value": f"and {i}?"}]} for i in range(4)]
-    made = context(tmp_path, f"prompts.source={write(tmp_path / 'p.jsonl', rows)}", "prompts.messages_field=conversations", "prompts.eval_samples=1", "prompts.train_samples=3")
+    rows = [
+        {
+            "id": f"s{i}",
+            "conversations": [
+                {"from": "system", "value": "be brief"},
+                {"from": "human", "value": f"q{i}"},
+                {"from": "gpt", "value": "its answer"},
+                {"from": "human", "value": f"and {i}?"},
+            ],
+        }
+        for i in range(4)
+    ]
+    made = context(
+        tmp_path,
+        f"prompts.source={write(tmp_path / 'p.jsonl', rows)}",
+        "prompts.messages_field=conversations",
+        "prompts.eval_samples=1",
+        "prompts.train_samples=3",
+    )
     prompts.run(made)
     for row in split(made)[0]:
         assert [m["role"] for m in row["messages"]] == ["system", "user", "user"]
@@ -86,7 +112,13 @@ def test_the_choice_does_not_depend_on_the_order_of_the_file(tmp_path):
 def test_long_prompts_are_dropped_and_counted_and_the_mix_has_its_share(tmp_path):
     main = write(tmp_path / "main.jsonl", [user(f"main {i}", id=f"m{i}") for i in range(20)] + [user("long " * 2000, id="long")])
     other = write(tmp_path / "other.jsonl", [{"id": f"o{i}", "inputs": f"autre {i}"} for i in range(10)])
-    made = context(tmp_path, f"prompts.source={main}", f'prompts.mix=[{{source="{other}", messages_field="inputs", samples=3}}]', "prompts.train_samples=30", "prompts.eval_samples=2")
+    made = context(
+        tmp_path,
+        f"prompts.source={main}",
+        f'prompts.mix=[{{source="{other}", messages_field="inputs", samples=3}}]',
+        "prompts.train_samples=30",
+        "prompts.eval_samples=2",
+    )
     counts = prompts.run(made)
     assert counts["too_long"] == 1
     assert sum(row["source"] == "other" for row in split(made)[0]) == 3

@@ -12,7 +12,8 @@ from jobs.draft.formats import save_llama_eagle3
 from jobs.draft.model import Eagle3Head, HeadConfig
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
-from jobs.settings import VerifierSettings, load
+from jobs.job_file import load
+from jobs.settings import VerifierSettings
 from jobs.stages import speculation
 from jobs.stages.preflight import access
 from jobs.verifier.drafter import Drafter
@@ -27,7 +28,18 @@ GREEDY = {"thinking": {"temperature": 0}, "instant": {"temperature": 0}}
 def head(tmp_path_factory) -> Path:
     facts, folder = VerifierFacts.read(CHECKPOINT), tmp_path_factory.mktemp("head")
     config = HeadConfig(
-        facts.vocab_size, 256, facts.hidden_size, 128, facts.heads, facts.heads, facts.hidden_size // facts.heads, facts.rms_norm_eps, 1e4, None, (2, 5, 7), False
+        facts.vocab_size,
+        256,
+        facts.hidden_size,
+        128,
+        facts.heads,
+        facts.heads,
+        facts.hidden_size // facts.heads,
+        facts.rms_norm_eps,
+        1e4,
+        None,
+        (2, 5, 7),
+        False,
     )
     save_llama_eagle3(Eagle3Head.from_scratch(config, VerifierWeights.read(CHECKPOINT), torch.arange(256), 0), folder, dtype=torch.float32)
     return folder
@@ -40,7 +52,9 @@ def run(head, tmp_path):
 
     def made(speculate: str, *names: str, generate=GREEDY, best: str | None = None, folder: Path = head, **candidate):
         listed = [{"name": name, "model": str(folder), **candidate} for name in names]
-        path = prepare(tmp_path / f"run{len(opened)}", [prompt(1, "Why?")], generate={"speculate": speculate, **generate}, heads={"candidates": listed})
+        path = prepare(
+            tmp_path / f"run{len(opened)}", [prompt(1, "Why?")], generate={"speculate": speculate, **generate}, heads={"candidates": listed}
+        )
         (path / "locations.json").write_text(json.dumps({"verifier": str(CHECKPOINT), "heads": {name: str(folder) for name in names}}))
         if best:
             judged = {name: {"taps": [3, 6, 8]} for name in names}
@@ -69,7 +83,12 @@ def test_a_named_head_drafts_with_the_taps_its_config_gives_vllm(run):
 
 
 def test_ngram_drafts_with_the_window_it_is_judged_with(run):
-    assert speculation.drafter(run("ngram")).config == {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    assert speculation.drafter(run("ngram")).config == {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 5,
+    }
 
 
 def test_best_is_the_only_candidate_or_what_the_runs_baseline_found(run):
@@ -118,7 +137,9 @@ def test_settings_that_leave_nothing_to_draft_for_are_refused():
     assert '"best" needs a head in heads.candidates' in refused("generate.speculate=best")
     assert "with generate.responses it decodes nothing" in refused("generate.speculate=ngram", "generate.responses=answers")
     assert "with generate.endpoints others decode" in refused("generate.speculate=ngram", "generate.endpoints=['http://one:8000']")
-    assert "has not been tried with verifier.parallel = 'dp_ep'" in refused("generate.speculate=ngram", "verifier.parallel=dp_ep", "verifier.tensor_parallel_size=2")
+    assert "has not been tried with verifier.parallel = 'dp_ep'" in refused(
+        "generate.speculate=ngram", "verifier.parallel=dp_ep", "verifier.tensor_parallel_size=2"
+    )
     assert "may not be called" in refused('heads.candidates=[{name="best", model="x/y"}]', "heads.warm_start=best")
 
 

@@ -16,7 +16,12 @@ SHORT = "What is seven times six?"
 
 def own_rows() -> list[dict]:
     rows = [user(f"an ordinary question number {i}", id=f"o{i}") for i in range(20)]
-    rows.append(user("natalia sold  clips to forty eight of her friends in april and then half as many in may, how many clips did she sell altogether?", id="spelt"))
+    rows.append(
+        user(
+            "natalia sold  clips to forty eight of her friends in april and then half as many in may, how many clips did she sell altogether?",
+            id="spelt",
+        )
+    )
     rows.append(user(f"Solve this step by step.\n\n{QUESTION} Give a number.", id="inside"))
     rows.append(user("Please tell me: what is seven times six? Thanks.", id="short"))
     rows.append(user("Natalia sold clips to forty eight of her friends in April.", id="only-alike"))
@@ -24,7 +29,10 @@ def own_rows() -> list[dict]:
 
 
 def overlapping(tmp_path: Path, *more: str):
-    own, hard = write(tmp_path / "own.jsonl", own_rows()), write(tmp_path / "gsm.jsonl", [{"question": QUESTION, "answer": "72"}, {"question": SHORT}])
+    own, hard = (
+        write(tmp_path / "own.jsonl", own_rows()),
+        write(tmp_path / "gsm.jsonl", [{"question": QUESTION, "answer": "72"}, {"question": SHORT}]),
+    )
     made = context(
         tmp_path, f"prompts.source={own}", f'prompts.standard=[{{name="gsm8k", source="{hard}"}}]', "prompts.train_samples=40", "prompts.eval_samples=6", *more
     )  # fmt: skip
@@ -49,7 +57,9 @@ def test_overlap_is_found_by_content_and_reported(tmp_path):
 
 def test_short_follow_ups_forbid_nothing_and_very_short_prompts_only_themselves():
     words = lambda numbers: " ".join(f"w{i}" for i in numbers)  # noqa: E731
-    overlap = standard.Overlap([["Compose a travel post about the island of Hawaii", "Rewrite it."], ["Define entropy."], [words(range(30))]])
+    overlap = standard.Overlap(
+        [["Compose a travel post about the island of Hawaii", "Rewrite it."], ["Define entropy."], [words(range(30))]]
+    )
     assert "please compose a travel post about the island of hawaii now" in overlap and "DEFINE  entropy" in overlap
     assert "Rewrite it." not in overlap and "Please define entropy. And enthalpy." not in overlap
     assert words(range(10, 23)) in overlap and words(range(10, 22)) not in overlap
@@ -74,7 +84,13 @@ def test_the_own_eval_split_keeps_its_size_beside_a_standard_set(tmp_path):
 def test_the_columns_of_the_known_sets_are_read(tmp_path, name, raw, said):
     own = write(tmp_path / "own.jsonl", [user(f"question {i}", id=f"o{i}") for i in range(9)])
     source = write(tmp_path / "set.jsonl", [raw])
-    made = context(tmp_path, f"prompts.source={own}", f'prompts.standard=[{{name="{name}", source="{source}"}}]', "prompts.train_samples=4", "prompts.eval_samples=4")
+    made = context(
+        tmp_path,
+        f"prompts.source={own}",
+        f'prompts.standard=[{{name="{name}", source="{source}"}}]',
+        "prompts.train_samples=4",
+        "prompts.eval_samples=4",
+    )
     prompts.run(made)
     (row,) = [row for row in rows_of(made) if standard.set_of(row["id"]) == name]
     assert [message["content"] for message in row["messages"]] == said and "#" not in row["id"] and "/" not in row["id"]
@@ -85,12 +101,18 @@ def test_a_set_by_name_is_read_through_the_datasets_library_and_a_number_takes_s
     folder.mkdir()
     write(folder / "train.jsonl", [{"question": f"how much is {i} and {i}?"} for i in range(9)])
     own = write(tmp_path / "own.jsonl", [user(f"question {i}", id=f"o{i}") for i in range(9)])
-    made = context(tmp_path, f"prompts.source={own}", f'prompts.standard=[{{name="gsm8k", source="{folder}", samples=4}}]', "prompts.train_samples=4", "prompts.eval_samples=4")
+    made = context(
+        tmp_path,
+        f"prompts.source={own}",
+        f'prompts.standard=[{{name="gsm8k", source="{folder}", samples=4}}]',
+        "prompts.train_samples=4",
+        "prompts.eval_samples=4",
+    )
     assert prompts.run(made)["standard"] == 4
 
 
 def test_every_known_name_is_a_repository_that_fetch_resolves():
-    from jobs.settings import load
+    from jobs.job_file import load
     from jobs.stages.hub import prompt_repositories
 
     found = dict(prompt_repositories(load("hero", environment={}).prompts))
@@ -116,7 +138,13 @@ def test_a_wrong_set_is_one_sentence(tmp_path, wanted, expected):
 def test_the_mix_is_judged_in_its_share(tmp_path):
     main = write(tmp_path / "main.jsonl", [user(f"main {i}", id=f"m{i}") for i in range(60)])
     tools = write(tmp_path / "tools.jsonl", [user(f"call {i}", id=f"t{i}") for i in range(30)])
-    made = context(tmp_path, f"prompts.source={main}", f'prompts.mix=[{{source="{tools}", samples=10}}]', "prompts.train_samples=40", "prompts.eval_samples=12")
+    made = context(
+        tmp_path,
+        f"prompts.source={main}",
+        f'prompts.mix=[{{source="{tools}", samples=10}}]',
+        "prompts.train_samples=40",
+        "prompts.eval_samples=12",
+    )
     prompts.run(made)
     rows = rows_of(made)
     assert sum(row["split"] == "eval" and row["source"] == "tools" for row in rows) == 3

@@ -23,11 +23,29 @@ def requests(count: int = 48) -> list[Request]:
     for i in range(count):
         prompt = [rng.randrange(1500) for _ in range(rng.choice([2, 5, 20, 60, 150]))]
         prompt = prefix + prompt if i % 3 == 0 else prompt
-        made.append(Request(f"s{i:02d}#0", prompt, max_tokens=rng.choice([1, 2, 9, 40, 110]), temperature=1.0, top_p=0.95, seed=1000 + i, ignore_eos=i % 2 == 0))
+        made.append(
+            Request(
+                f"s{i:02d}#0",
+                prompt,
+                max_tokens=rng.choice([1, 2, 9, 40, 110]),
+                temperature=1.0,
+                top_p=0.95,
+                seed=1000 + i,
+                ignore_eos=i % 2 == 0,
+            )
+        )
     return made
 
 
-def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], taps: tuple[int, ...] = TAPS, on_commit: Callable[[int], None] = lambda answers: None, dtype: str | None = None, **run) -> StateStore:
+def answer_into(
+    engine: VerifierEngine,
+    folder: Path,
+    wanted: list[Request],
+    taps: tuple[int, ...] = TAPS,
+    on_commit: Callable[[int], None] = lambda answers: None,
+    dtype: str | None = None,
+    **run,
+) -> StateStore:
     """Answer (or prefill) `wanted` into the store in `folder` and return it; a dropped sample is a failure.
 
     on_commit: told how many are committed. dtype: of the store, else the engine's.
@@ -37,7 +55,17 @@ def answer_into(engine: VerifierEngine, folder: Path, wanted: list[Request], tap
 
         def commit(finished: Finished) -> tuple:
             assert finished.dropped is None, finished.dropped
-            log.append(Response(finished.request.id, finished.request.prompt_token_ids, finished.response_token_ids, finished.finish_reason, {}, "test", False))
+            log.append(
+                Response(
+                    finished.request.id,
+                    finished.request.prompt_token_ids,
+                    finished.response_token_ids,
+                    finished.finish_reason,
+                    {},
+                    "test",
+                    False,
+                )
+            )
             on_commit(len(log))
             return ()
 

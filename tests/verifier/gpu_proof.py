@@ -63,13 +63,27 @@ ONE_LAYER_OFF = 0.15
 FP8, FP8_ROUNDING = "float8_e4m3fn", 0.04
 
 
-def start(dtype: str, *, model: Path = CHECKPOINT, taps: tuple[int, ...] = TAPS, eager: bool = False, tensor_parallel: int = 1, parallel: str = "tp", **arguments) -> VerifierEngine:
+def start(
+    dtype: str,
+    *,
+    model: Path = CHECKPOINT,
+    taps: tuple[int, ...] = TAPS,
+    eager: bool = False,
+    tensor_parallel: int = 1,
+    parallel: str = "tp",
+    **arguments,
+) -> VerifierEngine:
     """An engine of 64 sequences in a KV cache of 3,072 tokens: requests of up to 330 tokens are preempted."""
     settings = VerifierSettings(
         dtype=dtype, max_model_len=512, max_num_seqs=64, max_num_batched_tokens=256, enforce_eager=eager,
         tensor_parallel_size=tensor_parallel, parallel=parallel, gpu_memory_utilization=0.4,
     )  # fmt: skip
-    arguments = {"worker_extension_cls": EXTENSION, "disable_log_stats": False, "num_gpu_blocks_override": 192, "block_size": 16} | arguments
+    arguments = {
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": False,
+        "num_gpu_blocks_override": 192,
+        "block_size": 16,
+    } | arguments
     if not eager:
         arguments = {"compilation_config": GRAPHS} | arguments
     return VerifierEngine(model, settings, seed=0, capture_taps=taps, engine_arguments=arguments)
@@ -79,7 +93,14 @@ def facts_of(engine: VerifierEngine) -> dict:
     config = getattr(engine._llm, "llm_engine", engine._llm).vllm_config
     counters = next(iter(engine._rpc("spy_counters")))
     metrics = {m.name.removeprefix("vllm:"): getattr(m, "value", 0) for m in engine._core.metrics()}
-    kept = ("num_graph_captures", "num_cudagraph_captured", "num_gpu_runner_capture_triggers", "num_inductor_compiles", "num_cache_entries_updated", "num_backend_compilations")
+    kept = (
+        "num_graph_captures",
+        "num_cudagraph_captured",
+        "num_gpu_runner_capture_triggers",
+        "num_inductor_compiles",
+        "num_cache_entries_updated",
+        "num_backend_compilations",
+    )
     return {
         "cudagraphs": str(config.compilation_config.cudagraph_mode), "async": config.scheduler_config.async_scheduling,
         "preemptions": metrics.get("num_preemptions"), **{name: counters[name] for name in kept if name in counters},
@@ -115,19 +136,30 @@ def against_reference(store: StateStore, most: int = 200) -> dict:
         own = (sample.final.float() @ reference.lm_head.T).log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
         logprob.append((sample.logprob - own)[prompt - 1 :].abs())
     assert not torch.cat(logprob).isnan().any(), "a response row has no log-probability"
-    return {"samples": len(ids), "taps": summary(taps), "final": summary(final), "one_layer_off": summary(shifted), "logprob": summary(logprob)}
+    return {
+        "samples": len(ids),
+        "taps": summary(taps),
+        "final": summary(final),
+        "one_layer_off": summary(shifted),
+        "logprob": summary(logprob),
+    }
 
 
 def holds(found: dict, again: dict, dtype: str) -> bool:
     """found: of `against_reference`; again: of `prefilled`."""
-    limits, seen = LIMITS[dtype], {name: found[name] for name in ("taps", "final")} | {f"{name} again": again[name] for name in ("taps", "final")}
+    limits, seen = (
+        LIMITS[dtype],
+        {name: found[name] for name in ("taps", "final")} | {f"{name} again": again[name] for name in ("taps", "final")},
+    )
     close = all(seen[name]["median"] < limits[name][0] and seen[name]["p99"] < limits[name][1] for name in seen)
     return close and found["logprob"]["max"] < limits["logprob"] and found["one_layer_off"]["median"] > ONE_LAYER_OFF
 
 
 def prefilled(engine: VerifierEngine, folder: Path, store: StateStore, taps: tuple[int, ...] = TAPS) -> dict:
     """Prefill the answers of `store` on `engine` and compare the states, position by position."""
-    existing = [Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()]
+    existing = [
+        Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()
+    ]
     again = answer_into(engine, folder, existing, taps)
     assert again.ids() == store.ids()
     pairs = [(again.read(i), store.read(i, taps)) for i in store.ids()]
@@ -179,19 +211,31 @@ def float8(work: Path) -> tuple[bool, dict]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = start("bfloat16")
     layout = layout_of(engine, TAPS, FP8)
-    rows = [torch.randn(1000, *shape).bfloat16() for shape in ((len(TAPS), layout.hidden_size), (layout.hidden_size,))] + [torch.randn(1000)]
+    rows = [torch.randn(1000, *shape).bfloat16() for shape in ((len(TAPS), layout.hidden_size), (layout.hidden_size,))] + [
+        torch.randn(1000)
+    ]
     here, there = encode(layout, *rows), encode(layout, *(tensor.to(device) for tensor in rows))
     equal = all(torch.equal(here[name].view(torch.uint8), there[name].cpu().view(torch.uint8)) for name in here)
     store = answer_into(engine, work / "fp8", requests(200), dtype=FP8)
     facts = facts_of(engine)
-    existing = [Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()]
+    existing = [
+        Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()
+    ]
     again = {kind: answer_into(engine, work / f"fp8-prefill-{kind}", existing, dtype=kind) for kind in (FP8, "bfloat16")}
     engine.close()
-    rounding = {name: summary([errors(getattr(again[FP8].read(i), name), getattr(again["bfloat16"].read(i), name)) for i in store.ids()]) for name in ("taps", "final")}
+    rounding = {
+        name: summary([errors(getattr(again[FP8].read(i), name), getattr(again["bfloat16"].read(i), name)) for i in store.ids()])
+        for name in ("taps", "final")
+    }
     found = against_reference(store)
     limits = LIMITS["bfloat16"]
     good = equal and found["one_layer_off"]["median"] > ONE_LAYER_OFF and len(store.ids()) == 200
-    good &= all(rounding[name]["median"] < FP8_ROUNDING and found[name]["median"] < FP8_ROUNDING + limits[name][0] and found[name]["p99"] < FP8_ROUNDING + limits[name][1] for name in rounding)
+    good &= all(
+        rounding[name]["median"] < FP8_ROUNDING
+        and found[name]["median"] < FP8_ROUNDING + limits[name][0]
+        and found[name]["p99"] < FP8_ROUNDING + limits[name][1]
+        for name in rounding
+    )
     return good, {"encoded_equal": equal, **facts, **found, "rounding": rounding}
 
 

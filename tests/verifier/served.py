@@ -31,7 +31,12 @@ def random_head(folder: Path, verifier: Path, taps: tuple[int, int, int], dtype:
     facts, generator = VerifierFacts.read(verifier), torch.Generator().manual_seed(4)
     hidden, width = facts.hidden_size, HEADS * HEAD_DIM
     shapes = {"self_attn.q_proj": (width, 2 * hidden), "self_attn.k_proj": (width, 2 * hidden), "self_attn.v_proj": (width, 2 * hidden)}
-    shapes |= {"self_attn.o_proj": (hidden, width), "mlp.gate_proj": (FFN, hidden), "mlp.up_proj": (FFN, hidden), "mlp.down_proj": (hidden, FFN)}
+    shapes |= {
+        "self_attn.o_proj": (hidden, width),
+        "mlp.gate_proj": (FFN, hidden),
+        "mlp.up_proj": (FFN, hidden),
+        "mlp.down_proj": (hidden, FFN),
+    }
     weights = {f"midlayer.{name}.weight": torch.randn(shape, generator=generator) * 0.05 for name, shape in shapes.items()}
     weights |= {f"midlayer.{name}.weight": torch.ones(hidden) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
     weights |= {
@@ -42,7 +47,9 @@ def random_head(folder: Path, verifier: Path, taps: tuple[int, int, int], dtype:
     drafted = torch.arange(0, 2 * DRAFTED, 2)  # [Vd]
     tables = {"d2t": drafted - torch.arange(DRAFTED), "t2d": torch.zeros(facts.vocab_size, dtype=torch.bool).index_fill(0, drafted, True)}
     folder.mkdir(parents=True)
-    save_file({name: weight.to(dtype) for name, weight in weights.items()} | tables, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: weight.to(dtype) for name, weight in weights.items()} | tables, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     config = dict(
         architectures=["LlamaForCausalLMEagle3"], model_type="llama", hidden_size=hidden, intermediate_size=FFN, num_hidden_layers=1,
         num_attention_heads=HEADS, num_key_value_heads=HEADS, head_dim=HEAD_DIM, vocab_size=facts.vocab_size, draft_vocab_size=DRAFTED,

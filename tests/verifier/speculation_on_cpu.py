@@ -52,7 +52,9 @@ def capture(wanted: list[Request], out: Path) -> None:
 
         def commit(finished: Finished) -> tuple:
             assert finished.dropped is None, finished.dropped
-            log.append(Response(finished.request.id, finished.request.prompt_token_ids, finished.response_token_ids, "length", {}, "test", False))
+            log.append(
+                Response(finished.request.id, finished.request.prompt_token_ids, finished.response_token_ids, "length", {}, "test", False)
+            )
             return ()
 
         engine.run(wanted, commit)
@@ -71,7 +73,11 @@ def speculate(wanted: list[Request], out: Path, speculative: dict) -> None:
     engine.run(wanted, keep)
     (out / "seconds.json").write_text(json.dumps({"wall": time.perf_counter() - wall, "processor": time.process_time() - processor}))
     metrics = engine._llm.get_metrics()
-    counters = {m.name.removeprefix("vllm:spec_decode_"): getattr(m, "value", getattr(m, "values", None)) for m in metrics if "spec_decode" in m.name}
+    counters = {
+        m.name.removeprefix("vllm:spec_decode_"): getattr(m, "value", getattr(m, "values", None))
+        for m in metrics
+        if "spec_decode" in m.name
+    }
     (out / "counters.json").write_text(json.dumps(counters))
     (out / "answers.json").write_text(json.dumps(answers))
     engine.close()

@@ -30,7 +30,13 @@ def start(tmp_path: Path, worker: str = "-", folder: Path = CHECKPOINT, **settin
     mark, log, begun = uuid.uuid4().hex, tmp_path / "log.txt", time.monotonic()
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", "MARK_OF_TEST": mark}
     with open(log, "w") as output:
-        ended = subprocess.run([sys.executable, str(SCRIPT), str(folder), json.dumps(settings), worker], stderr=output, stdout=output, env=environment, timeout=420)
+        ended = subprocess.run(
+            [sys.executable, str(SCRIPT), str(folder), json.dumps(settings), worker],
+            stderr=output,
+            stdout=output,
+            env=environment,
+            timeout=420,
+        )
     seconds = time.monotonic() - begun
     time.sleep(1)  # multiprocessing's own helper ends when it sees that nobody is left
     assert not [process for process in psutil.process_iter() if marked(process, mark)], "processes were left behind"
@@ -69,7 +75,10 @@ def test_a_cache_that_holds_no_request_is_to_be_fixed(tmp_path, long_context):
 def test_memory_that_one_of_two_workers_lacks_is_to_be_fixed(tmp_path):
     code, said, _, _ = start(tmp_path, "OutOfMemory", tensor_parallel_size=2)
     assert code == 78, said
-    assert said.startswith("The verifier does not fit: CUDA out of memory; Tried to allocate 2.19 GiB (") and "verifier.tensor_parallel_size" in said
+    assert (
+        said.startswith("The verifier does not fit: CUDA out of memory; Tried to allocate 2.19 GiB (")
+        and "verifier.tensor_parallel_size" in said
+    )
 
 
 @pytest.mark.slow

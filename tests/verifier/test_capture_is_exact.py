@@ -25,7 +25,9 @@ SETTINGS = VerifierSettings(dtype="float32", max_model_len=512, max_num_seqs=48,
 @pytest.fixture(scope="module")
 def engine():
     # 24 blocks of 32 tokens for 48 sequences of up to 330: most are preempted at least once.
-    made = VerifierEngine(CHECKPOINT, SETTINGS, seed=0, capture_taps=TAPS, engine_arguments={"block_size": 32, "num_gpu_blocks_override": 24})
+    made = VerifierEngine(
+        CHECKPOINT, SETTINGS, seed=0, capture_taps=TAPS, engine_arguments={"block_size": 32, "num_gpu_blocks_override": 24}
+    )
     torch.set_num_threads(1)  # vLLM takes one a core; a tiny model only waits for them
     yield made
     made.close()
@@ -90,7 +92,9 @@ def test_answers_do_not_depend_on_the_order_of_arrival(engine, store, tmp_path):
 
 
 def test_prefill_of_the_same_answers_gives_the_same_states(engine, store, reference, tmp_path):
-    existing = [Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()]
+    existing = [
+        Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()
+    ]
     prefilled = answer_into(engine, tmp_path, existing, taps=(2, 5, 7))
     assert prefilled.ids() == store.ids()
     for sample_id in store.ids():

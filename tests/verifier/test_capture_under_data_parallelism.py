@@ -23,6 +23,7 @@ SETTINGS = VerifierSettings(
     stall_seconds=600,
 )  # fmt: skip
 
+
 @pytest.fixture
 def engine(monkeypatch):
     """A loaded engine, and the processes it started."""
@@ -67,7 +68,9 @@ def test_each_replica_writes_its_own_requests_and_a_killed_one_is_a_passing_faul
     written = Counter(sample[1] for sample in {(e.sample, e.shard % 2) for e in read_index(folder / "index.jsonl")})
     assert written == {0: AT_ONCE // 2, 1: AT_ONCE // 2}, "each replica writes the states of the requests it answers, all of them"
 
-    existing = [Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()[::25]]
+    existing = [
+        Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()[::25]
+    ]
     prefilled = answer_into(engine, tmp_path / "prefilled", existing)
     for sample_id in prefilled.ids():
         a, b = prefilled.read(sample_id), store.read(sample_id)

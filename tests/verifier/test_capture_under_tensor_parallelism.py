@@ -22,6 +22,7 @@ SETTINGS = VerifierSettings(
     dtype="float32", max_model_len=512, max_num_seqs=16, max_num_batched_tokens=64, enforce_eager=True, tensor_parallel_size=2, stall_seconds=8
 )  # fmt: skip
 
+
 @pytest.fixture
 def engine(monkeypatch):
     """A loaded engine, and the processes it started."""

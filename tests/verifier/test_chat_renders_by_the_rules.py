@@ -46,8 +46,13 @@ def test_thinking_before_a_tool_result_is_kept_while_the_turn_lasts(chat):
 
 
 def test_system_text_and_content_parts(chat):
-    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "import "}, {"type": "text", "text": "os"}]}]
-    assert rendered(chat, messages, True).startswith("<|im_system|>system<|im_middle|>Be short.<|im_end|><|im_user|>user<|im_middle|>import os<|im_end|>")
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "import "}, {"type": "text", "text": "os"}]},
+    ]
+    assert rendered(chat, messages, True).startswith(
+        "<|im_system|>system<|im_middle|>Be short.<|im_end|><|im_user|>user<|im_middle|>import os<|im_end|>"
+    )
 
 
 def test_own_answer_becomes_a_message_and_goes_round(chat):
@@ -56,7 +61,10 @@ def test_own_answer_becomes_a_message_and_goes_round(chat):
     message = chat.assistant_message(answer, True)
     assert message == ANSWER
     assert chat.render([USER, message, AGAIN], True)[: len(prompt)] == prompt, "the next turn continues the same conversation"
-    assert chat.assistant_message(chat.tokenizer.encode("os.sep<|im_end|>", add_special_tokens=False), False) == {"role": "assistant", "content": "os.sep"}
+    assert chat.assistant_message(chat.tokenizer.encode("os.sep<|im_end|>", add_special_tokens=False), False) == {
+        "role": "assistant",
+        "content": "os.sep",
+    }
     cut_off = chat.assistant_message(chat.tokenizer.encode("sep, path", add_special_tokens=False), True)
     assert cut_off["content"] == "" and cut_off["reasoning_content"] == "sep, path"
 
@@ -73,7 +81,18 @@ def test_thinking_span_is_found_from_prompt_and_answer_together(chat):
 def test_stop_and_special_ids(chat):
     ids = chat.tokenizer.convert_tokens_to_ids
     assert chat.stop_token_ids == (ids("<|im_end|>"),)
-    named = ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<think>", "</think>", "[PAD]"]
+    named = [
+        "[BOS]",
+        "[EOS]",
+        "<|im_end|>",
+        "<|im_user|>",
+        "<|im_assistant|>",
+        "<|im_system|>",
+        "<|im_middle|>",
+        "<think>",
+        "</think>",
+        "[PAD]",
+    ]
     assert {ids(name) for name in named} <= set(chat.special_token_ids)
     assert set(chat.render([{"role": "user", "content": ""}], True)) <= set(chat.special_token_ids), "role names too"
     assert len(chat.special_token_ids) < 64 and list(chat.special_token_ids) == sorted(set(chat.special_token_ids))

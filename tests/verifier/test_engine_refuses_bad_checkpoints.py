@@ -49,7 +49,9 @@ def test_revision_is_the_commit_of_a_snapshot_or_follows_the_weights(copy, tmp_p
     assert VerifierFacts.read(copy).revision != local
 
 
-@pytest.mark.parametrize(("taps", "message"), [((2, 5, 10), "Tap 10 lies outside"), ((0, 5, 7), "Tap 0 lies outside"), ((2, 2, 7), "not different")])
+@pytest.mark.parametrize(
+    ("taps", "message"), [((2, 5, 10), "Tap 10 lies outside"), ((0, 5, 7), "Tap 0 lies outside"), ((2, 2, 7), "not different")]
+)
 def test_taps_outside_the_layers(taps, message):
     with pytest.raises(MustFix, match=message):
         VerifierFacts.read(CHECKPOINT).checked_taps(taps)
@@ -77,7 +79,10 @@ def test_damaged_weights(copy):
 
 
 def test_int4_without_its_quantization_config(copy):
-    save_file({"language_model.model.layers.1.mlp.experts.0.up_proj.weight_packed": torch.zeros(1, dtype=torch.int32)}, copy / "packed.safetensors")
+    save_file(
+        {"language_model.model.layers.1.mlp.experts.0.up_proj.weight_packed": torch.zeros(1, dtype=torch.int32)},
+        copy / "packed.safetensors",
+    )
     with pytest.raises(MustFix, match="no quantization_config"):
         VerifierFacts.read(copy)
     config = json.loads((copy / "config.json").read_text())

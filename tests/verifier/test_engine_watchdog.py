@@ -69,7 +69,9 @@ with Watchdog(4, lambda: 0, hard_exit_after=1, error=TryAgain("It was not up aft
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)  # returns when nobody has its pipes any more
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=90
+    )  # returns when nobody has its pipes any more
     assert ended.returncode == 75 and "not up after 4 s" in ended.stderr
     hanging = [int(line) for line in ended.stdout.split()]
     assert len(hanging) == 2

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from jobs.errors import MustFix
-from jobs.settings import VerifierSettings, load
-from jobs.verifier.engine import _arguments
+from jobs.job_file import load
+from jobs.settings import VerifierSettings
 from jobs.verifier import fit
+from jobs.verifier.engine import _arguments
 from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.parallel import parallel
 from jobs.verifier.serve import serve_arguments
@@ -69,7 +70,11 @@ def checkpoint(folder, text: dict, tensors: dict[str, int]):
 
 def test_what_replicas_would_hold_is_said_and_what_they_need_is_counted(tmp_path, monkeypatch):
     """Kimi-K2.5 on eight cards of 141 GB: 70,272 bytes a token, 64.4 GB of experts and 25 GB of everything else on each."""
-    kimi = checkpoint(tmp_path / "kimi", LATENT, {"model.layers.1.mlp.experts.0.up_proj.weight_packed": 515 * GB, "model.layers.1.mlp.shared_experts.up_proj.weight": 25 * GB})
+    kimi = checkpoint(
+        tmp_path / "kimi",
+        LATENT,
+        {"model.layers.1.mlp.experts.0.up_proj.weight_packed": 515 * GB, "model.layers.1.mlp.shared_experts.up_proj.weight": 25 * GB},
+    )
     settings = VerifierSettings(tensor_parallel_size=8, max_num_seqs=512, max_model_len=12288)
     said = fit.of_data_parallel_attention(kimi, settings, memory=141 * GB)
     # tp: (126.9 - 1.07 - 67.5) / 70,272 B; dp_ep: 8 x (126.9 - 1.07 - 64.375 - 25) / 70,272 B; from 25 GB / 70,272 B on
@@ -96,7 +101,10 @@ def test_what_cannot_be_done_is_refused(tmp_path):
         parallel(tmp_path, VerifierSettings(parallel="dp_ep", tensor_parallel_size=2))
     for wrong, said in (
         ({"parallel": '"dp_ep"'}, "'dp_ep' needs 2 or more GPUs"),
-        ({"parallel": '"dp"', "tensor_parallel_size": 4, "data_parallel_size": 3}, "3 replicas do not divide verifier.tensor_parallel_size = 4"),
+        (
+            {"parallel": '"dp"', "tensor_parallel_size": 4, "data_parallel_size": 3},
+            "3 replicas do not divide verifier.tensor_parallel_size = 4",
+        ),
         ({"tensor_parallel_size": 4, "data_parallel_size": 2}, "is for verifier.parallel = .dp. or .dp_ep., not 'auto'"),
     ):
         with pytest.raises(MustFix, match=said):

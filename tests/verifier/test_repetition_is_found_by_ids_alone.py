@@ -18,7 +18,11 @@ def test_equals_the_definition():
     for _ in range(300):
         window = rng.choice([16, 24, 40])
         piece = [rng.randrange(4) for _ in range(rng.randint(1, window // 6))]
-        tokens = [rng.randrange(4) for _ in range(rng.randint(0, 60))] + piece * rng.randint(0, 12) + [rng.randrange(4) for _ in range(rng.randint(0, 9))]
+        tokens = (
+            [rng.randrange(4) for _ in range(rng.randint(0, 60))]
+            + piece * rng.randint(0, 12)
+            + [rng.randrange(4) for _ in range(rng.randint(0, 9))]
+        )
         want = slowly(tokens, window)
         assert first_loop(tokens, window) == want
         found += want is not None

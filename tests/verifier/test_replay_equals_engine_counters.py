@@ -37,7 +37,9 @@ def vllm(tmp_path_factory):
         process = subprocess.Popen([sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
 
         def run(name: str, prompts: list[list[int]], tokens: int, speculative: dict | None = None) -> Path:
-            process.stdin.write(json.dumps({"prompts": prompts, "out": str(base / name), "tokens": tokens, "speculative": speculative}) + "\n")
+            process.stdin.write(
+                json.dumps({"prompts": prompts, "out": str(base / name), "tokens": tokens, "speculative": speculative}) + "\n"
+            )
             process.stdin.flush()
             assert process.stdout.readline() == "done\n", (base / "stderr").read_text()[-4000:]
             return base / name
@@ -101,7 +103,9 @@ def assert_replay_is_many_times_faster(run: Path, head: Eagle3Head, store: State
     judged = judge(head, store, store.ids(), K)
     seconds = time.process_time() - begun
     positions = sum(store.lengths().values()) - sum(len(store.response(i).prompt_token_ids) - 1 for i in store.ids())
-    print(f"live {live:.2f} s, replay {seconds:.3f} s, {live / seconds:.0f} times faster, {positions / seconds:,.0f} scored positions a second")
+    print(
+        f"live {live:.2f} s, replay {seconds:.3f} s, {live / seconds:.0f} times faster, {positions / seconds:,.0f} scored positions a second"
+    )
     assert judged.as_dict() == judge(head, store, store.ids(), K).as_dict()
     assert live > 5 * seconds  # 20 is aimed at; see NOTES.md for what was measured
 
@@ -125,7 +129,9 @@ def test_a_heads_replay_equals_the_engine(plain, prompts, vllm, verifier, tmp_pa
     def chains_of(sample_id):
         sample = plain.read(sample_id, loaded.config.taps)
         response = sample.response
-        return draft_chains(loaded, [*response.prompt_token_ids, *response.response_token_ids], sample.taps, K, first_row=len(response.prompt_token_ids) - 1)
+        return draft_chains(
+            loaded, [*response.prompt_token_ids, *response.response_token_ids], sample.taps, K, first_row=len(response.prompt_token_ids) - 1
+        )
 
     counts = replayed(plain, chains_of)
     assert 0.1 < counts.rates[2] < counts.rates[0] < 0.98, counts.rates  # a head that guesses or knows everything proves little
@@ -146,5 +152,5 @@ def test_ngram_replay_equals_the_engine(plain, prompts, vllm):
 
     counts = replayed(plain, chains_of)
     assert 0 < counts.drafts < counts.steps and counts.draft_tokens < K * counts.steps
-    assert 0 < counts.accepted[0]
+    assert counts.accepted[0] > 0
     assert_equal_to_engine(run, plain, counts)

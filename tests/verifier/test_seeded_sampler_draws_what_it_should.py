@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from jobs.verifier.seeded_sampler import SEED_KEY, SeededSampler, draw, draw_compiled, exponential, halves, nucleus, nucleus_by_sorting, seeds_at
+from jobs.verifier.seeded_sampler import (
+    SEED_KEY,
+    SeededSampler,
+    draw,
+    draw_compiled,
+    exponential,
+    halves,
+    nucleus,
+    nucleus_by_sorting,
+    seeds_at,
+)
 
 by_search, by_sorting = functools.partial(draw, kept=nucleus), functools.partial(draw, kept=nucleus_by_sorting)
 
@@ -125,7 +135,9 @@ class Runner:
         self.sampler = SimpleNamespace(topk_topp_sampler=SimpleNamespace(forward=None))
         extra = {"a": {SEED_KEY: 11}, "b": None, "c": {SEED_KEY: 12}}
         self.requests = {name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra[name])) for name in extra}
-        self.input_batch = SimpleNamespace(num_reqs=3, req_ids=["a", "b", "c"], generators={}, sampling_metadata=SimpleNamespace(all_greedy=False))
+        self.input_batch = SimpleNamespace(
+            num_reqs=3, req_ids=["a", "b", "c"], generators={}, sampling_metadata=SimpleNamespace(all_greedy=False)
+        )
         self.seq_lens = SimpleNamespace(np=np.array([5, 9, 20, 0]))
         self.discard_request_mask = SimpleNamespace(np=np.array([False, False, False]))
 

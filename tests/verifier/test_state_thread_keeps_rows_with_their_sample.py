@@ -67,7 +67,9 @@ def steps_of(rng: random.Random, lengths: list[int], speculate: bool) -> list[li
 
 
 def written(folder, steps, lengths, joined_rows=1 << 20, **options) -> StateStore:
-    thread = StoreThread(StateWriter(folder, LAYOUT, shard_bytes=1 << 16, extent_rows=8, **options), join_bytes=joined_rows * LAYOUT.row_bytes)
+    thread = StoreThread(
+        StateWriter(folder, LAYOUT, shard_bytes=1 << 16, extent_rows=8, **options), join_bytes=joined_rows * LAYOUT.row_bytes
+    )
     for step in steps:
         thread.put(step_of(step))
     names = {f"s{i}#0": length for i, length in enumerate(lengths)}
@@ -115,7 +117,10 @@ def test_little_memory_costs_shorter_extents_and_no_row(tmp_path):
     for number, speculate in enumerate([False, True] * 2):
         lengths = [rng.choice([2, 3, 12, 40, 70]) for _ in range(12)]
         for joined_rows in (1, 40):
-            assert_right(written(tmp_path / f"{number}-{joined_rows}", steps_of(rng, lengths, speculate), lengths, joined_rows, memory_bytes=1), lengths)
+            assert_right(
+                written(tmp_path / f"{number}-{joined_rows}", steps_of(rng, lengths, speculate), lengths, joined_rows, memory_bytes=1),
+                lengths,
+            )
 
 
 def test_one_step_of_prefills_in_another_order(tmp_path):

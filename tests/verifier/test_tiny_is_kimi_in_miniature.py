@@ -34,7 +34,11 @@ def test_one_to_four_million_parameters_and_eight_megabytes_in_all():
 def test_architecture_is_that_of_kimi_k25():
     config = json.loads((CHECKPOINT / "config.json").read_text())
     text = config["text_config"]
-    assert (config["architectures"], config["model_type"], text["model_type"]) == (["KimiK25ForConditionalGeneration"], "kimi_k25", "kimi_k2")
+    assert (config["architectures"], config["model_type"], text["model_type"]) == (
+        ["KimiK25ForConditionalGeneration"],
+        "kimi_k25",
+        "kimi_k2",
+    )
     assert (text["num_hidden_layers"], text["first_k_dense_replace"], text["hidden_size"], text["num_attention_heads"]) == (10, 1, 128, 4)
     assert (text["scoring_func"], text["topk_method"], text["n_shared_experts"]) == ("sigmoid", "noaux_tc", 1)
     assert text["q_lora_rank"] and text["kv_lora_rank"] and text["rope_scaling"]["type"] == "yarn"

@@ -24,7 +24,7 @@ def predicted() -> dict:
 
         return hook
 
-    hooks = [layer.mlp.gate.register_forward_hook(count(load)) for layer, load in zip(reference.model.model.layers[1:], loads)]
+    hooks = [layer.mlp.gate.register_forward_hook(count(load)) for layer, load in zip(reference.model.model.layers[1:], loads, strict=True)]
     guesses, truths = [], []
     for ids, prompt in sequences():
         with torch.no_grad():

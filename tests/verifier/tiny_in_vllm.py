@@ -48,7 +48,7 @@ def main(texts: Path, out: Path) -> None:
     asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, detokenize=False)  # a slow tokenizer would take minutes
     answers = llm.generate([{"prompt_token_ids": ids} for ids in wanted.values()], asked, use_tqdm=False)
     tensors = {}
-    for name, answer in zip(wanted, answers):
+    for name, answer in zip(wanted, answers, strict=True):
         rows = [[row[token].logprob for token in range(len(row))] for row in answer.prompt_logprobs[1:]]
         tensors[name] = torch.tensor(rows)  # [n - 1, V]
     parameters = llm.apply_model(lambda model: sum(p.numel() for p in model.parameters()))[0]

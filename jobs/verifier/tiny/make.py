@@ -49,7 +49,10 @@ def prepare(library: Path, work: Path) -> None:
         stream += sequences
     validation = [s for f in files if f.part == "eval" for m in corpus.conversations(f, random_) for s in renderer.sequences(m)]
     np.savez_compressed(
-        work / "rows.npz", **pack(stream, "train"), **pack([s for s, _ in validation], "eval"), vocabulary=np.array(len(pieces) + corpus.RESERVED_IDS)
+        work / "rows.npz",
+        **pack(stream, "train"),
+        **pack([s for s, _ in validation], "eval"),
+        vocabulary=np.array(len(pieces) + corpus.RESERVED_IDS),
     )
 
     name = f"cpython-{library.name.removeprefix('python')}"
@@ -108,7 +111,7 @@ class Muon:
             change = orthogonal(stacked) * (-rate * max(1.0, rows / columns) ** 0.5)
             pieces = change.split([p.numel() // (rows * columns) for p in parameters])
             torch._foreach_mul_(parameters, 1 - rate * self.decay)
-            torch._foreach_add_(parameters, [piece.view_as(p) for piece, p in zip(pieces, parameters)])
+            torch._foreach_add_(parameters, [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)])
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -132,7 +135,9 @@ def train(work: Path, seconds: float, batch: int, device: str, out: Path) -> Non
     spread = torch.linspace(0, len(val_rows) - 1, 64 if device == "cuda" else 8).long().to(device)
     val_rows, val_starts = val_rows[spread], val_starts[spread]  # from every eval file
     model = TinyKimi({**TEXT_CONFIG, "vocab_size": int(data["vocabulary"])}, SEED).to(device)
-    matrices = [p for n, p in model.named_parameters() if p.dim() >= 2 and not n.startswith(("embed", "lm_head")) and not n.endswith(".gate")]
+    matrices = [
+        p for n, p in model.named_parameters() if p.dim() >= 2 and not n.startswith(("embed", "lm_head")) and not n.endswith(".gate")
+    ]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     muon = Muon(matrices, decay=0.1)
     adam = torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=device == "cuda")
@@ -145,8 +150,12 @@ def train(work: Path, seconds: float, batch: int, device: str, out: Path) -> Non
     @torch.no_grad()
     def validate() -> tuple[float, float]:
         with amp:
-            figures = [loss_of(model, r, s, causal)[:2] for r, s in zip(val_rows.long().split(batch), val_starts.split(batch)) if len(r) == batch]
-        return tuple(float(torch.stack(column).mean()) for column in zip(*figures))
+            figures = [
+                loss_of(model, r, s, causal)[:2]
+                for r, s in zip(val_rows.long().split(batch), val_starts.split(batch), strict=True)
+                if len(r) == batch
+            ]
+        return tuple(float(torch.stack(column).mean()) for column in zip(*figures, strict=True))
 
     log, step, order, started, load = [], 0, [], None, None
     while True:
@@ -168,13 +177,15 @@ def train(work: Path, seconds: float, batch: int, device: str, out: Path) -> Non
         adam.step()
         model.zero_grad(set_to_none=True)
         with torch.no_grad():  # DeepSeek-V3, section 2.1.2: push the bias of experts chosen too seldom up
-            for router, counts in zip(routers, load):
+            for router, counts in zip(routers, load, strict=True):
                 router.e_score_correction_bias.add_((counts.mean() - counts).sign(), alpha=2e-3 * rate)
         step += 1
         if step % (500 if device == "cuda" else 20) == 0:
             figures = validate() if step % (2500 if device == "cuda" else 60) == 0 else (None, None)
             busiest = (load.max(dim=1).values / load.mean(dim=1)).mean().item()
-            log.append(dict(step=step, share=round(share, 3), loss=loss.item(), accuracy=correct.item(), eval=figures, busiest_expert=busiest))
+            log.append(
+                dict(step=step, share=round(share, 3), loss=loss.item(), accuracy=correct.item(), eval=figures, busiest_expert=busiest)
+            )
             print(json.dumps(log[-1]), flush=True)
     final = dict(steps=step, tokens=step * batch * ROW, eval=validate(), seconds=seconds, device=device, torch=torch.__version__)
     print(json.dumps(final), flush=True)
@@ -204,7 +215,10 @@ def export(work: Path) -> None:
         ignore_index=-100, media_placeholder_token_id=ids["<|media_pad|>"], use_unified_vision_chunk=True,
         video_placeholder="<|kimi_k25_video_placeholder|>", tie_word_embeddings=False, torch_dtype="bfloat16", **special,
     ))  # fmt: skip
-    write_json(CHECKPOINT / "generation_config.json", dict(eos_token_id=ids["<|im_end|>"], max_length=4096, temperature=1.0, top_p=0.95, do_sample=True))
+    write_json(
+        CHECKPOINT / "generation_config.json",
+        dict(eos_token_id=ids["<|im_end|>"], max_length=4096, temperature=1.0, top_p=0.95, do_sample=True),
+    )
     print(f"{sum(t.numel() for t in tensors.values()):,} parameters in {len(tensors)} tensors")
 
 

@@ -77,8 +77,7 @@ class Attention(nn.Module):
 
     def __init__(self, c: dict):
         super().__init__()
-        self.heads, self.nope, self.rope, self.v = (
-            c["num_attention_heads"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"])
+        self.heads, self.nope, self.rope, self.v = (c["num_attention_heads"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"])
         width, rank, eps = c["hidden_size"], c["kv_lora_rank"], c["rms_norm_eps"]
         self.q_a_proj = nn.Linear(width, c["q_lora_rank"], bias=False)
         self.q_a_layernorm = Norm(c["q_lora_rank"], eps)

@@ -31,28 +31,30 @@ class TinyKimiTokenizer(PreTrainedTokenizer):
     vocab_files_names = {"vocab_file": "tiktoken.model"}
     model_input_names = ["input_ids", "attention_mask"]
 
-    def __init__(self, vocab_file, bos_token="[BOS]", eos_token="[EOS]", unk_token="[UNK]", pad_token="[PAD]",
-                 added_tokens_decoder=None, **kwargs):
+    def __init__(
+        self, vocab_file, bos_token="[BOS]", eos_token="[EOS]", unk_token="[UNK]", pad_token="[PAD]", added_tokens_decoder=None, **kwargs
+    ):
         if vocab_file is None:
             raise ValueError("the folder holds no tiktoken.model")
         self.vocab_file = str(vocab_file)
         ranks = read_ranks(vocab_file)
         names = {index: str(token) for index, token in (added_tokens_decoder or {}).items()}
         self.special_tokens = {
-            names.get(index, f"<|reserved_token_{index}|>"): index
-            for index in range(len(ranks), len(ranks) + RESERVED_IDS)
+            names.get(index, f"<|reserved_token_{index}|>"): index for index in range(len(ranks), len(ranks) + RESERVED_IDS)
         }
-        self.model = tiktoken.Encoding(
-            Path(vocab_file).name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self.special_tokens
-        )
+        self.model = tiktoken.Encoding(Path(vocab_file).name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self.special_tokens)
         self.byte_encoder = bytes_to_unicode()
         self.byte_decoder = {character: byte for byte, character in self.byte_encoder.items()}
         self.decoder = {rank: "".join(self.byte_encoder[byte] for byte in piece) for piece, rank in ranks.items()}
         self.decoder.update({index: name for name, index in self.special_tokens.items()})
         self.encoder = {piece: index for index, piece in self.decoder.items()}
         super().__init__(
-            bos_token=bos_token, eos_token=eos_token, unk_token=unk_token, pad_token=pad_token,
-            added_tokens_decoder=added_tokens_decoder, **kwargs,
+            bos_token=bos_token,
+            eos_token=eos_token,
+            unk_token=unk_token,
+            pad_token=pad_token,
+            added_tokens_decoder=added_tokens_decoder,
+            **kwargs,
         )
 
     @property
@@ -72,10 +74,7 @@ class TinyKimiTokenizer(PreTrainedTokenizer):
         return self.decoder.get(index, "[UNK]")
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        pieces = (
-            token.encode() if token in self.special_tokens else bytes(self.byte_decoder[c] for c in token)
-            for token in tokens
-        )
+        pieces = (token.encode() if token in self.special_tokens else bytes(self.byte_decoder[c] for c in token) for token in tokens)
         return b"".join(pieces).decode("utf-8", "replace")
 
     def _decode(self, token_ids, spaces_between_special_tokens: bool = False, **kwargs) -> str:
