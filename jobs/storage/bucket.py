@@ -39,7 +39,7 @@ from jobs.storage.local_files import LocalFiles
 from jobs.storage.manifest import CLAIM, MANIFEST, WANTED, FileEntry, Manifest, UploadState
 
 PROBED_BYTES, SMALLEST_PART_MIB = 12 << 20, 5  # three parts, the last one short
-FILES_AT_ONCE = 4
+FILES_AT_ONCE, SMALL_FILES_AT_ONCE, SMALL = 4, 16, 8 << 20  # a small file is round trips and little else
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ class _FileTally:
 def _several_at_once(
     files: tuple[FileEntry, ...], work: Callable[[FileEntry, ShouldStop], None], should_stop: ShouldStop, what: str, uri: str
 ) -> None:
-    """work(file, stop) for every file, FILES_AT_ONCE at a time; one that fails stops the others and is raised."""
-    failed = threading.Event()
+    """work(file, stop) for every file, several at a time; one that fails stops the others and is raised."""
+    failed, are_small = threading.Event(), sum(entry.bytes for entry in files) < SMALL * len(files)
 
     def stop() -> bool:
         return failed.is_set() or should_stop()
@@ -239,7 +239,7 @@ def _several_at_once(
             failed.set()
             raise
 
-    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix=what) as pool:
+    with ThreadPoolExecutor(SMALL_FILES_AT_ONCE if are_small else FILES_AT_ONCE, thread_name_prefix=what) as pool:
         futures = [pool.submit(guarded, entry) for entry in files]
         try:
             wait(futures)
