@@ -71,7 +71,10 @@ class S3Server:
         self.allow("limited", actions)
         key = iam.create_access_key(UserName="limited")["AccessKey"]
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        opener.open(urllib.request.Request(f"{self.endpoint_url}/moto-api/reset-auth", data=b"0", headers={"Content-Type": "text/plain"}), timeout=10).close()
+        opener.open(
+            urllib.request.Request(f"{self.endpoint_url}/moto-api/reset-auth", data=b"0", headers={"Content-Type": "text/plain"}),
+            timeout=10,
+        ).close()
         return self.environment | {"AWS_ACCESS_KEY_ID": key["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"]}
 
     def allow(self, user: str, actions: tuple[str, ...]) -> None:

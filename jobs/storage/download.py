@@ -121,9 +121,7 @@ def download(streams: Streams, entry: FileEntry, staging: Path, report: Callable
             arrived.unlink()
             return
         partial.unlink()
-    raise MustFix(
-        f"{entry.name} has another sha256 than its manifest says", where=streams.place.uri, remedy="publish it again"
-    )
+    raise MustFix(f"{entry.name} has another sha256 than its manifest says", where=streams.place.uri, remedy="publish it again")
 
 
 def _fetch(streams: Streams, entry: FileEntry, partial: Path, record: Path, tell: Callable[[int], None]) -> str:

@@ -36,9 +36,7 @@ class Extent:
 
     def line(self) -> bytes:
         """The index line, without its newline: JSON whose last key is the xxh3 of all before it."""
-        fields = dict(
-            sample=self.sample, shard=self.shard, row=self.row, position=self.position, rows=self.rows, xxh3=self.xxh3
-        )
+        fields = dict(sample=self.sample, shard=self.shard, row=self.row, position=self.position, rows=self.rows, xxh3=self.xxh3)
         body = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()[:-1]
         return body + _SUM + xxhash.xxh3_64_hexdigest(body).encode() + b'"}'
 
@@ -67,9 +65,7 @@ def read_index(path: Path) -> Iterator[Extent]:
         try:
             yield Extent.parse(line)
         except (ValueError, TypeError) as error:
-            raise MustFix(
-                f"Line {number} of {path.name} is damaged: {error}", where=str(path), remedy="restore the file"
-            ) from None
+            raise MustFix(f"Line {number} of {path.name} is damaged: {error}", where=str(path), remedy="restore the file") from None
 
 
 def first_gap(extents: Iterable[Extent], length: int) -> int | None:

@@ -206,9 +206,7 @@ def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             if not line.endswith(b"\n") or b"\0" in line:
                 torn_at = torn_at or number
             elif torn_at:
-                raise MustFix(
-                    f"Line {torn_at} of {path.name} is damaged", where=str(path), remedy="restore the file from a copy"
-                )
+                raise MustFix(f"Line {torn_at} of {path.name} is damaged", where=str(path), remedy="restore the file from a copy")
             else:
                 yield number, offset, line[:-1]
             offset += len(line)
@@ -269,6 +267,4 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             yield number, json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise MustFix(
-                f"Line {number} of {Path(path).name} is not JSON: {error}", where=str(path), remedy="correct the line"
-            ) from None
+            raise MustFix(f"Line {number} of {Path(path).name} is not JSON: {error}", where=str(path), remedy="correct the line") from None

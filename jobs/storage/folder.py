@@ -79,9 +79,7 @@ class FolderDestination:
             try:
                 file = open(path, "rb")  # noqa: SIM115 (closed below; the generator may be left half-way)
             except FileNotFoundError:
-                raise MustFix(
-                    f"{name} is named in the manifest but missing", where=self.uri, remedy="publish again"
-                ) from None
+                raise MustFix(f"{name} is named in the manifest but missing", where=self.uri, remedy="publish again") from None
         with file:
             file.seek(start)
             left = size if size is not None else os.fstat(file.fileno()).st_size - start
@@ -143,7 +141,9 @@ class FolderDestination:
                 temporary.unlink()
         raise TryAgain(f"{entry.name} arrived damaged twice", where=str(final), remedy="check the disk")
 
-    def _copy(self, entry: FileEntry, local: LocalFiles, temporary: Path, sent: Callable[[int], None], should_stop: Callable[[], bool]) -> None:
+    def _copy(
+        self, entry: FileEntry, local: LocalFiles, temporary: Path, sent: Callable[[int], None], should_stop: Callable[[], bool]
+    ) -> None:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         buffer = memoryview(bytearray(_BLOCK))
         try:

@@ -47,22 +47,15 @@ class Manifest:
         """Check form and names: a manifest comes from outside, and none of its files may land elsewhere."""
         try:
             value = json.loads(content)
-            files = tuple(
-                FileEntry(name, str(entry["sha256"]), int(entry["bytes"]))
-                for name, entry in sorted(value["files"].items())
-            )
+            files = tuple(FileEntry(name, str(entry["sha256"]), int(entry["bytes"])) for name, entry in sorted(value["files"].items()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MustFix(
-                f"The manifest is malformed: {type(error).__name__} {error}", where=where, remedy="publish again"
-            ) from None
+            raise MustFix(f"The manifest is malformed: {type(error).__name__} {error}", where=where, remedy="publish again") from None
         for entry in files:
             path = PurePosixPath(entry.name)
             unsafe = path.is_absolute() or ".." in path.parts or str(path) != entry.name or "\\" in entry.name
             ours = entry.name in (MANIFEST, CLAIM, LOCK, WANTED) or entry.name.endswith(".partial")
             if unsafe or ours or entry.bytes < 0:
-                raise MustFix(
-                    f"The manifest names an impossible file {entry.name!r}", where=where, remedy="publish again"
-                )
+                raise MustFix(f"The manifest names an impossible file {entry.name!r}", where=where, remedy="publish again")
         return cls(content, value, files)
 
     @classmethod
@@ -71,9 +64,7 @@ class Manifest:
         try:
             content = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
-            raise MustFix(
-                "The folder has no manifest.json", where=str(folder), remedy="run the package stage first"
-            ) from None
+            raise MustFix("The folder has no manifest.json", where=str(folder), remedy="run the package stage first") from None
         return cls.parse(content, where=str(path))
 
 

@@ -32,7 +32,7 @@ from jobs.storage.senders import LOOK_SECONDS, Grace, Senders, settled
 MIB = 1 << 20
 LARGEST_PART_NUMBER = 10_000
 PARTS_A_THREAD, SMALL_PART_MIB = 4, 8  # so many at least, unless the parts became smaller than that
-READ_AHEAD = 4  # buffers beside one a thread: as many as files are read at once
+READ_AHEAD = 4  # buffers beside one a thread: as many as large files are read at once
 
 Sent = Callable[[int], None]  # (bytes more)
 Parts = dict[int, dict[str, Any]]  # number -> what the completion says of it: ETag, and the checksum the server knows
@@ -72,7 +72,10 @@ class MultipartUploads:
                 self._send_missing(key, entry, local, part_bytes, upload_id, parts, sent, should_stop)
                 before_it_appears()
                 self.client.complete_multipart_upload(
-                    Bucket=self.bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": [{"PartNumber": n, **parts[n]} for n in sorted(parts)]}
+                    Bucket=self.bucket,
+                    Key=key,
+                    UploadId=upload_id,
+                    MultipartUpload={"Parts": [{"PartNumber": n, **parts[n]} for n in sorted(parts)]},
                 )
                 return
             except ClientError as error:
@@ -138,7 +141,12 @@ class MultipartUploads:
                 if failed.is_set() or should_stop():
                     raise BrokenOff
                 answer = self.sending.upload_part(
-                    Bucket=self.bucket, Key=key, UploadId=upload_id, PartNumber=number, Body=Body(data, broken_off), **integrity(data, self.settings)
+                    Bucket=self.bucket,
+                    Key=key,
+                    UploadId=upload_id,
+                    PartNumber=number,
+                    Body=Body(data, broken_off),
+                    **integrity(data, self.settings),
                 )
                 parts[number] = _said(answer)
                 sent(len(data))  # here, so that a stop for what was sent is seen before this thread's next part

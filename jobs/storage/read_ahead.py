@@ -111,7 +111,9 @@ class ReadAhead:
 
     def __init__(self, files: Sequence[Path], threads: int):
         wanted = {"files": [str(file) for file in files], "threads": threads, "limit": int(SHARE_OF_ROOM * room())}
-        self._process = subprocess.Popen([sys.executable, "-m", "jobs.storage.read_ahead"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "jobs.storage.read_ahead"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(wanted).encode() + b"\n")
             self._process.stdin.flush()

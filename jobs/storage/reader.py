@@ -48,9 +48,7 @@ class Problem:
     rows: int | None = None
 
     def sentence(self) -> str:
-        place = (
-            "" if self.shard is None else f", {self.shard} rows {self.first_row} to {self.first_row + self.rows - 1}"
-        )
+        place = "" if self.shard is None else f", {self.shard} rows {self.first_row} to {self.first_row + self.rows - 1}"
         return f"{self.sample}{place}: {self.what}"
 
 
@@ -222,9 +220,7 @@ class StateStore:
             return "a value is not finite"
         return None
 
-    def _verify_logprobs(
-        self, sample: Sample, logprob_of: Callable[[Sample], Tensor], tolerance: float, report: VerifyReport
-    ) -> None:
+    def _verify_logprobs(self, sample: Sample, logprob_of: Callable[[Sample], Tensor], tolerance: float, report: VerifyReport) -> None:
         stored = sample.logprob  # [n-1]
         known = ~torch.isnan(stored)  # [n-1]
         if not known.any():

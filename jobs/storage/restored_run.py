@@ -48,7 +48,11 @@ def restore(
         _make(folder)
         with held(folder / ".lock", what="this run directory"):
             if (folder / "run.json").exists():
-                raise MustFix("The folder holds a run already", where=str(folder), remedy="take an empty --run-dir, or leave --resume-from out to continue the run there")
+                raise MustFix(
+                    "The folder holds a run already",
+                    where=str(folder),
+                    remedy="take an empty --run-dir, or leave --resume-from out to continue the run there",
+                )
             staging = folder / STAGING
             staging.mkdir(exist_ok=True)
             _require_room(staging, state)
@@ -75,10 +79,16 @@ def _require_room(staging: Path, state: dict[str, Any]) -> None:
     needed = sum(file["bytes"] for name, file in state["files"].items() if not (staging / name).exists())
     free = shutil.disk_usage(staging).free
     if needed > free:
-        raise MustFix(f"The saved run has {needed / 1e9:.1f} GB more and the disk {free / 1e9:.1f} GB free", where=str(staging.parent), remedy="take a larger disk")
+        raise MustFix(
+            f"The saved run has {needed / 1e9:.1f} GB more and the disk {free / 1e9:.1f} GB free",
+            where=str(staging.parent),
+            remedy="take a larger disk",
+        )
 
 
-def _bring(place: Destination, state: dict[str, Any], staging: Path, settings: PushSettings, progress: Progress | None, should_stop: ShouldStop) -> None:
+def _bring(
+    place: Destination, state: dict[str, Any], staging: Path, settings: PushSettings, progress: Progress | None, should_stop: ShouldStop
+) -> None:
     total, done, lock = sum(file["bytes"] for file in state["files"].values()), 0, threading.Lock()
     failed = threading.Event()
     with ThreadPoolExecutor(min(settings.threads, MOST_THREADS), thread_name_prefix="restore") as pool:
@@ -136,10 +146,18 @@ def _block(place: Destination, block: str) -> bytes:
             time.sleep(min(0.2 * 2**attempt, 5.0))
             continue
         if data is None:
-            raise TryAgain("A block of the saved run is missing: it is being saved anew, or was removed", where=place.uri, remedy="run the same command again")
+            raise TryAgain(
+                "A block of the saved run is missing: it is being saved anew, or was removed",
+                where=place.uri,
+                remedy="run the same command again",
+            )
         if hashlib.sha256(data).hexdigest() == block:
             return data
-    raise MustFix(f"The block {block[:16]}… of the saved run is damaged", where=place.uri, remedy="there is no sound copy of this state; begin the run anew")
+    raise MustFix(
+        f"The block {block[:16]}… of the saved run is damaged",
+        where=place.uri,
+        remedy="there is no sound copy of this state; begin the run anew",
+    )
 
 
 def _write(path: Path, data: bytes, start: int) -> None:

@@ -232,7 +232,9 @@ class RunSaver:
         yield [path for path in self._others() if path not in early]
 
     def _others(self) -> Iterator[Path]:
-        steps = [path for path in self.folder.glob("checkpoints/step-*") if STEP.fullmatch(path.name) and (path / "checkpoint.json").exists()]
+        steps = [
+            path for path in self.folder.glob("checkpoints/step-*") if STEP.fullmatch(path.name) and (path / "checkpoint.json").exists()
+        ]
         newest = max(steps, key=lambda path: int(path.name.partition("-")[2]), default=None)
         for path in sorted(self.folder.rglob("*")):
             parts = path.relative_to(self.folder).parts
@@ -265,7 +267,10 @@ class RunSaver:
                 futures = [self._senders.submit(send, path, start, min(self.block_bytes, stat.st_size - start)) for start in starts]
                 # Written within the clock's tick of being read, it may be changed once more without a new time.
                 at_rest = now - stat.st_mtime_ns > SETTLED_NS
-                sending[name] = ({"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "settled": at_rest, "block_bytes": self.block_bytes}, futures)
+                sending[name] = (
+                    {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "settled": at_rest, "block_bytes": self.block_bytes},
+                    futures,
+                )
         except BaseException:
             failed.set()
             raise

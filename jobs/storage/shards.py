@@ -152,9 +152,7 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     rows = rows.float()  # [..., H]
     scale = rows.abs().amax(-1) / FP8_LARGEST  # [...]
     scale = torch.where(scale == 0, 1.0, scale)
-    scaled = (rows / scale.unsqueeze(-1)).clamp(
-        -FP8_LARGEST, FP8_LARGEST
-    )  # rounding may pass 448 by an ulp: NaN in e4m3fn
+    scaled = (rows / scale.unsqueeze(-1)).clamp(-FP8_LARGEST, FP8_LARGEST)  # rounding may pass 448 by an ulp: NaN in e4m3fn
     return scaled.to(torch.float8_e4m3fn), scale
 
 
@@ -270,9 +268,7 @@ class ShardPlan:
         except FileNotFoundError:
             raise MustFix("A shard of the state store is missing", where=str(path), remedy="restore it") from None
         except (ValueError, KeyError, TypeError, IndexError, struct.error) as error:
-            raise MustFix(
-                f"The shard's header is damaged: {error}", where=str(path), remedy="restore the file"
-            ) from None
+            raise MustFix(f"The shard's header is damaged: {error}", where=str(path), remedy="restore the file") from None
         expected = _header(layout, capacity)
         if json.loads(expected[8:]) != header:
             raise MustFix("The shard was written with another layout", where=str(path), remedy="restore the right file")

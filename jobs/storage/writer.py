@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from jobs.errors import JobError
@@ -46,7 +45,7 @@ from jobs.storage.shards import (
     shard_numbers,
 )
 from jobs.storage.tails import Run, Runs, Tails
-from jobs.storage.writer_group import Member
+from jobs.storage.writer_group import ALONE, Member
 
 # Bytes of long runs that are written behind from the caller's own memory, at most at once.
 UNBUFFERED_BYTES = 1 << 30
@@ -76,7 +75,7 @@ class StateWriter:
 
     def __init__(
         self, folder: Path, layout: StateLayout, *, shard_bytes: int = 1 << 30, extent_rows: int = 256, memory_bytes: int = LIMIT_BYTES,
-        member: Member = Member(),
+        member: Member = ALONE,
     ):  # fmt: skip
         self.folder, self.layout, self._member, self._capacity = Path(folder), layout, member, layout.capacity(shard_bytes)
         self.extent_rows = max(1, min(extent_rows, self._capacity))  # an extent lies in one shard

@@ -50,6 +50,9 @@ class Member:
         return LineLog(path) if self.alone else SharedLineLog(path)
 
 
+ALONE = Member()
+
+
 class SharedLineLog(LineLog):
     """A `LineLog` that several processes append to, each line whole and where it was appended.
 

@@ -93,18 +93,33 @@ def make(folder: Path) -> dict:
         return torch.ones(n, dtype=torch.bfloat16)
 
     def mlp(prefix: str, width: int) -> dict[str, torch.Tensor]:
-        return {f"{prefix}.gate_proj.weight": random(width, H), f"{prefix}.up_proj.weight": random(width, H), f"{prefix}.down_proj.weight": random(H, width, scale=0.3)}
+        return {
+            f"{prefix}.gate_proj.weight": random(width, H),
+            f"{prefix}.up_proj.weight": random(width, H),
+            f"{prefix}.down_proj.weight": random(H, width, scale=0.3),
+        }
 
     def write(file: str, weights: dict[str, torch.Tensor]) -> int:
         save_file({f"language_model.{name}": weight for name, weight in weights.items()}, folder / file, metadata={"format": "pt"})
         names.update({f"language_model.{name}": file for name in weights})
         return sum(weight.numel() for weight in weights.values())
 
-    total += write("top.safetensors", {"model.embed_tokens.weight": random(VOCAB, H, scale=H**0.5), "model.norm.weight": ones(H), "lm_head.weight": random(VOCAB, H, scale=2.0)})
+    total += write(
+        "top.safetensors",
+        {
+            "model.embed_tokens.weight": random(VOCAB, H, scale=H**0.5),
+            "model.norm.weight": ones(H),
+            "lm_head.weight": random(VOCAB, H, scale=2.0),
+        },
+    )
     for i in range(layers):
         p, a = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         weights = {f"{p}.input_layernorm.weight": ones(H), f"{p}.post_attention_layernorm.weight": ones(H)}
-        weights |= {f"{a}.q_a_proj.weight": random(QL, H), f"{a}.q_a_layernorm.weight": ones(QL), f"{a}.q_b_proj.weight": random(HEADS * (NOPE + ROPE), QL)}
+        weights |= {
+            f"{a}.q_a_proj.weight": random(QL, H),
+            f"{a}.q_a_layernorm.weight": ones(QL),
+            f"{a}.q_b_proj.weight": random(HEADS * (NOPE + ROPE), QL),
+        }
         weights |= {f"{a}.kv_a_proj_with_mqa.weight": random(KVL + ROPE, H), f"{a}.kv_a_layernorm.weight": ones(KVL)}
         weights |= {f"{a}.kv_b_proj.weight": random(HEADS * (NOPE + V), KVL), f"{a}.o_proj.weight": random(H, HEADS * V, scale=0.3)}
         if i == 0:
@@ -132,7 +147,9 @@ def into_store(engine: VerifierEngine, folder: Path, wanted: list[Request], taps
 
         def commit(finished: Finished) -> tuple:
             assert finished.dropped is None, finished.dropped
-            log.append(Response(finished.request.id, finished.request.prompt_token_ids, finished.response_token_ids, "length", {}, "test", False))
+            log.append(
+                Response(finished.request.id, finished.request.prompt_token_ids, finished.response_token_ids, "length", {}, "test", False)
+            )
             return ()
 
         engine.run(wanted, commit, never)
@@ -146,7 +163,15 @@ def wanted(given: argparse.Namespace, name: str, temperature: float = 1.0) -> li
     prompts = torch.randint(0, 1500, (count, PROMPT), generator=generator).tolist()
     lengths = torch.randint(given.answer // 2, given.answer * 3 // 2 + 1, (count,), generator=generator).tolist()
     return [
-        Request(f"{name}{i:05d}#0", prompt, max_tokens=length, temperature=temperature, top_p=0.95 if temperature else 1.0, seed=i, ignore_eos=True)
+        Request(
+            f"{name}{i:05d}#0",
+            prompt,
+            max_tokens=length,
+            temperature=temperature,
+            top_p=0.95 if temperature else 1.0,
+            seed=i,
+            ignore_eos=True,
+        )
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
 
@@ -155,7 +180,13 @@ def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
     taps, begun = VerifierFacts.read(model).default_taps, time.monotonic()
     engine = VerifierEngine(model, settings(given), seed=0, capture_taps=taps)
     chosen = parallel(model, settings(given))
-    found: dict = {"start_s": round(time.monotonic() - begun, 1), "taps": taps, "gpus": given.gpus, "parallel": chosen.name, "why": chosen.why}
+    found: dict = {
+        "start_s": round(time.monotonic() - begun, 1),
+        "taps": taps,
+        "gpus": given.gpus,
+        "parallel": chosen.name,
+        "why": chosen.why,
+    }
     into_store(engine, work / "warm-up", wanted(given, "w")[:64], taps)
     shutil.rmtree(work / "warm-up")
     waits: list[tuple[float, float]] = []  # of the runs with capture, in their order: for rows to be taken in, for the disk
@@ -180,7 +211,9 @@ def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
     rows = sum(store.response(i).tokens - 1 for i in store.ids())
     tokens = [[*store.response(i).prompt_token_ids, *store.response(i).response_token_ids] for i in store.ids()]
     (work / "tokens.json").write_text(json.dumps(tokens))
-    existing = [Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()]
+    existing = [
+        Request(i, store.response(i).prompt_token_ids, response_token_ids=store.response(i).response_token_ids) for i in store.ids()
+    ]
     prefills = []
     for _ in range(given.rounds):
         shutil.rmtree(work / "prefill", ignore_errors=True)
@@ -220,7 +253,11 @@ def speculators(work: Path, model: Path, given: argparse.Namespace) -> dict:
         saved = []
         for first in range(0, len(tokens), 32):
             for place, result in enumerate(generator.generate(tokens[first : first + 32]), first):
-                kept = {"input_ids": result["input_ids"].cpu(), "hidden_states": [h.cpu() for h in result["hidden_states"]], "loss_mask": torch.ones(len(result["input_ids"]))}
+                kept = {
+                    "input_ids": result["input_ids"].cpu(),
+                    "hidden_states": [h.cpu() for h in result["hidden_states"]],
+                    "loss_mask": torch.ones(len(result["input_ids"])),
+                }
                 saved.append(files.submit(torch.save, kept, out / f"data_{place}.pt"))
         for item in saved:
             item.result()

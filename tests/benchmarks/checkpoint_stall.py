@@ -44,7 +44,9 @@ def trained(size: str, every: int, folder: Path, steps: int | None = None) -> di
     store = make_store(folder / "states", [(4, tokens // 2 - 3)] * 8, language=language, dtype="bfloat16")
     config = HeadConfig(vocabulary, vocabulary, hidden, ffn, heads, heads, hidden // heads, 1e-6, 1e6, None, store.layout.taps, True)
     head = Eagle3Head.from_scratch(config, language.verifier, torch.arange(vocabulary), seed=0)
-    settings = TrainSettings(tokens_per_step=tokens, max_length=tokens, epochs=1000, max_steps=steps, checkpoint_every=every, log_every=1, warmup_share=0.0)
+    settings = TrainSettings(
+        tokens_per_step=tokens, max_length=tokens, epochs=1000, max_steps=steps, checkpoint_every=every, log_every=1, warmup_share=0.0
+    )
     lines: list[dict] = []
     result = train(
         settings=settings, seed=0, head=head, verifier=language.verifier, store=store, sample_ids=store.ids(), folder=folder / "run", warm=False,
@@ -90,7 +92,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="middle")
     parser.add_argument("--every", type=int, default=8, help="optimizer steps between checkpoints")
-    parser.add_argument("--steps", type=int, help="optimizer steps in all; a checkpoint that is due before the last one is written holds training up")
+    parser.add_argument(
+        "--steps", type=int, help="optimizer steps in all; a checkpoint that is due before the last one is written holds training up"
+    )
     parser.add_argument("--megabytes", type=int, default=512, help="of the file whose writing is watched")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="checkpoint-stall-") as folder:

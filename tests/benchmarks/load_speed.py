@@ -9,6 +9,7 @@ each, cold: as it is, with the read-ahead begun as early as a run begins it, and
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,14 +34,37 @@ def random_llama(folder: Path, gib: float) -> Path:
     )  # fmt: skip
     config.save_pretrained(folder)
     block = torch.randn(1 << 20, dtype=torch.bfloat16) * 0.02
-    draw = lambda *shape: block.repeat(-(-int(torch.tensor(shape).prod()) // block.numel()))[: int(torch.tensor(shape).prod())].view(shape).clone()  # noqa: E731
-    shapes = {"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (HIDDEN, HIDDEN), "self_attn.v_proj": (HIDDEN, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN)}
-    shapes |= {"mlp.gate_proj": (FFN, HIDDEN), "mlp.up_proj": (FFN, HIDDEN), "mlp.down_proj": (HIDDEN, FFN), "input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
+
+    def draw(*shape: int) -> torch.Tensor:
+        size = math.prod(shape)
+        return block.repeat(-(-size // block.numel()))[:size].view(shape).clone()
+
+    shapes = {
+        "self_attn.q_proj": (HIDDEN, HIDDEN),
+        "self_attn.k_proj": (HIDDEN, HIDDEN),
+        "self_attn.v_proj": (HIDDEN, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HIDDEN),
+    }
+    shapes |= {
+        "mlp.gate_proj": (FFN, HIDDEN),
+        "mlp.up_proj": (FFN, HIDDEN),
+        "mlp.down_proj": (HIDDEN, FFN),
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }
     names: dict[str, str] = {}
     for first in range(0, layers, SHARD_LAYERS):
-        tensors = {f"model.layers.{i}.{name}.weight": draw(*shape) for i in range(first, min(first + SHARD_LAYERS, layers)) for name, shape in shapes.items()}
+        tensors = {
+            f"model.layers.{i}.{name}.weight": draw(*shape)
+            for i in range(first, min(first + SHARD_LAYERS, layers))
+            for name, shape in shapes.items()
+        }
         if first == 0:
-            tensors |= {"model.embed_tokens.weight": draw(VOCAB, HIDDEN), "model.norm.weight": draw(HIDDEN), "lm_head.weight": draw(VOCAB, HIDDEN)}
+            tensors |= {
+                "model.embed_tokens.weight": draw(VOCAB, HIDDEN),
+                "model.norm.weight": draw(HIDDEN),
+                "lm_head.weight": draw(VOCAB, HIDDEN),
+            }
         file = f"model-{first // SHARD_LAYERS:05d}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         names |= dict.fromkeys(tensors, file)
@@ -106,7 +130,9 @@ engine.close()
 
 def engine_start(folder: Path, way: str) -> dict[str, float]:
     """Seconds until the engine is up, and of them those that vLLM says the weights took."""
-    done = subprocess.run([sys.executable, "-c", ENGINE, str(folder), way], capture_output=True, text=True, env=os.environ | {"VLLM_LOGGING_LEVEL": "INFO"})
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, str(folder), way], capture_output=True, text=True, env=os.environ | {"VLLM_LOGGING_LEVEL": "INFO"}
+    )
     if done.returncode:
         raise SystemExit(done.stderr[-3000:])
     weights = next(line for line in (done.stdout + done.stderr).splitlines() if "Loading weights took" in line)

@@ -56,7 +56,9 @@ class Bench:
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
         with log.open("a") as errors:
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"PYTHONPATH": path} | (environment or {}))
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"PYTHONPATH": path} | (environment or {})
+            )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}, see {log}: {done.stdout[-600:]}")
@@ -113,7 +115,12 @@ class Bench:
         for section, keys in changes.items():
             values[section] |= keys
         path = self.out / f"{name}.toml"
-        path.write_text("".join(f"[{section}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in keys.items() if value is not None) + "\n" for section, keys in values.items()))
+        path.write_text(
+            "".join(
+                f"[{section}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in keys.items() if value is not None) + "\n"
+                for section, keys in values.items()
+            )
+        )
         return path
 
     def config(self) -> dict[str, Any]:
@@ -128,7 +135,12 @@ class Bench:
         """(heads, KV heads, head_dim, FFN) of both heads: the verifier's, as speculators' recipe takes them."""
         c = self.config()
         heads = c["num_attention_heads"]
-        return heads, c.get("num_key_value_heads", heads), c.get("head_dim") or c["hidden_size"] // heads, self.options.intermediate_size or c["intermediate_size"]
+        return (
+            heads,
+            c.get("num_key_value_heads", heads),
+            c.get("head_dim") or c["hidden_size"] // heads,
+            self.options.intermediate_size or c["intermediate_size"],
+        )
 
     def job(self, settings: Path, *arguments: str) -> dict[str, Any]:
         """`eagle3-job run FILE`; its figures are said and its result returned."""
@@ -139,10 +151,18 @@ class Bench:
         stages = {stage: round(entry.get("seconds") or 0.0, 1) for stage, entry in result["stages"].items()}
         self.say(f"{name}.run", wall_seconds=wall, cpu_seconds=cpu, stages=stages)
         counts = {stage: entry.get("counts") or {} for stage, entry in result["stages"].items()}
-        self.say(f"{name}.counts", **{stage: counts.get(stage) for stage in ("prompts", "generate.eval", "generate.train", "vocab", "train", "evaluate")})
+        self.say(
+            f"{name}.counts",
+            **{stage: counts.get(stage) for stage in ("prompts", "generate.eval", "generate.train", "vocab", "train", "evaluate")},
+        )
         baseline, evaluation = (json.loads((self.out / name / file).read_text()) for file in ("baseline.json", "evaluation.json"))
         for head, figure in (baseline["heads"] | evaluation["heads"]).items():
-            self.say(f"{name}.{head}", **figure["acceptance_length"], rates=figure["rates"], domains={d: f["mean_acceptance_length"] for d, f in figure["groups"]["domain"].items()})
+            self.say(
+                f"{name}.{head}",
+                **figure["acceptance_length"],
+                rates=figure["rates"],
+                domains={d: f["mean_acceptance_length"] for d, f in figure["groups"]["domain"].items()},
+            )
             if "live" in figure:  # what vLLM counted while this head drafted for the eval split, and the replay over the same answers
                 self.say(f"{name}.{head}.counted", **figure["live"])
         self.say(f"{name}.gains", **evaluation["gains"])
@@ -227,7 +247,11 @@ class Bench:
 
         verifier, run = VerifierWeights.read(self.verifier), self.out / "first"
         store = StateStore(run / "states" / "eval")
-        folders = {"ours": run / "trained", **{name: self.out / name / "trained" for name, *_ in self.options.again}, **{f"speculators-{name}": self.theirs(name) for name in self.options.speculators}}
+        folders = {
+            "ours": run / "trained",
+            **{name: self.out / name / "trained" for name, *_ in self.options.again},
+            **{f"speculators-{name}": self.theirs(name) for name in self.options.speculators},
+        }
         folders = {name: folder for name, folder in folders.items() if folder.exists()}
         forms = {"": None} | ({".served": torch.bfloat16} if self.options.dtype == "bfloat16" else {})
         heads = {
@@ -246,7 +270,12 @@ class Bench:
         )  # fmt: skip
         for name, judgement in judged.items():
             write_json_atomically(self.out / f"judged-{name}.json", judgement.as_dict())
-            self.say(f"judge.{name}", **mean_interval(judgement)._asdict(), rates=[round(r, 4) for r in judgement.walk.rates], steps=judgement.walk.steps)
+            self.say(
+                f"judge.{name}",
+                **mean_interval(judgement)._asdict(),
+                rates=[round(r, 4) for r in judgement.walk.rates],
+                steps=judgement.walk.steps,
+            )
         for form in forms:
             for name in list(folders)[1:]:
                 self.say(f"judge.ours_over_{name}{form}", **paired_gain_interval(judged["ours" + form], judged[name + form])._asdict())
@@ -322,8 +351,17 @@ def main() -> None:
     parser.add_argument("--evaluate-every", type=int, help="optimizer steps between replays in training")
     parser.add_argument("--speculators", nargs="+", type=speculators_name, default=["true-tokens", "own-tokens"], metavar="TOKENS[-bf16][@RATE]",
                         help="what its TTT steps are fed: true-tokens, the verifier's (its --use-off-policy-tokens), or own-tokens, the draft's (its default); in fp32, or all of it in bf16; at another peak of the learning rate")  # fmt: skip
-    parser.add_argument("--again", nargs="+", action="append", default=[], metavar=("NAME", "KEY=VALUE"), help="e.g. fp8 train.fp8=true; may be given several times")
-    parser.add_argument("--at-once", type=int, default=1, help="trainings of `speculators` and `again` side by side; their seconds then say little")
+    parser.add_argument(
+        "--again",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "KEY=VALUE"),
+        help="e.g. fp8 train.fp8=true; may be given several times",
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="trainings of `speculators` and `again` side by side; their seconds then say little"
+    )
     parser.add_argument("--scaling", type=float, nargs="*", default=[])
     parser.add_argument("--live", type=int, nargs="*", default=[1, 4], help="concurrencies; none measures nothing live")
     parser.add_argument("--live-requests", type=int, default=16)
@@ -332,7 +370,11 @@ def main() -> None:
     parser.add_argument("--standard-samples", type=int, default=16)
     parser.add_argument("--seed", type=int, default=17)
     bench = Bench(parser.parse_args())
-    bench.say("what", options={key: str(value) if isinstance(value, Path) else value for key, value in vars(bench.options).items()}, cores=os.cpu_count())
+    bench.say(
+        "what",
+        options={key: str(value) if isinstance(value, Path) else value for key, value in vars(bench.options).items()},
+        cores=os.cpu_count(),
+    )
     for part in bench.options.parts:
         getattr(bench, part.replace("-", "_"))()
 

@@ -105,8 +105,15 @@ def main() -> None:
     parser.add_argument("--warmup-share", type=float, required=True)
     parser.add_argument("--ttt-steps", type=int, default=3)
     parser.add_argument("--intermediate-size", type=int)
-    parser.add_argument("--true-tokens", action="store_true", help="its --use-off-policy-tokens: feed the verifier's tokens, not the draft's argmax")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights, features and optimizer state; its script takes bfloat16")
+    parser.add_argument(
+        "--true-tokens", action="store_true", help="its --use-off-policy-tokens: feed the verifier's tokens, not the draft's argmax"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of weights, features and optimizer state; its script takes bfloat16",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -129,8 +136,12 @@ def main() -> None:
     if options.only_files:
         return
     files = files_in(options.files)
-    data = Eagle3SampleFileDataset(max_len=options.tokens_per_step, file_list=files, transform=AddUniformNoise(std=NOISE), hidden_states_dtype=dtype)
-    sampler = MultipackDistributedBatchSamplerV2(batch_max_length=options.tokens_per_step, lengths=data.approx_lengths, num_replicas=1, rank=0)
+    data = Eagle3SampleFileDataset(
+        max_len=options.tokens_per_step, file_list=files, transform=AddUniformNoise(std=NOISE), hidden_states_dtype=dtype
+    )
+    sampler = MultipackDistributedBatchSamplerV2(
+        batch_max_length=options.tokens_per_step, lengths=data.approx_lengths, num_replicas=1, rank=0
+    )
     workers = min(12, os.cpu_count() or 1) if options.device == "cuda" else 0
     loader = DataLoader(
         data, batch_sampler=sampler, num_workers=workers, collate_fn=create_collate_fn(options.tokens_per_step), pin_memory=options.device == "cuda",

@@ -62,4 +62,13 @@ if __name__ == "__main__":
     parser.add_argument("--answers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=2)
     asked = parser.parse_args()
-    print(json.dumps({"shape": asked.shape, "rows": asked.rows, "heads": asked.heads, **measure(asked.shape, asked.device, rows=asked.rows, answers=asked.answers, heads=asked.heads)}))
+    print(
+        json.dumps(
+            {
+                "shape": asked.shape,
+                "rows": asked.rows,
+                "heads": asked.heads,
+                **measure(asked.shape, asked.device, rows=asked.rows, answers=asked.answers, heads=asked.heads),
+            }
+        )
+    )

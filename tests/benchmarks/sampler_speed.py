@@ -58,7 +58,18 @@ def main() -> None:
     options = parser.parse_args()
     for rows in options.rows:
         figures = {name: float(f"{value:.4g}") for name, value in measure(rows, options.tokens).items()}
-        print(json.dumps({"what": "sampler", "rows": rows, "tokens": options.tokens, "device": "cuda" if torch.cuda.is_available() else "cpu", **figures}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "what": "sampler",
+                    "rows": rows,
+                    "tokens": options.tokens,
+                    "device": "cuda" if torch.cuda.is_available() else "cpu",
+                    **figures,
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -36,7 +36,10 @@ def measure(folder: Path) -> dict[str, float]:
             for kind in times:
                 if kind == "with":
                     engine.open_store(folder / str(number), layout_of(engine, (2, 5, 7)), StatesSettings(shard_mib=16))
-                wanted = [Request(f"{kind}{number}-{i}#0", [5 + i % 40] * 30, max_tokens=TOKENS, temperature=1.0, seed=i, ignore_eos=True) for i in range(REQUESTS)]
+                wanted = [
+                    Request(f"{kind}{number}-{i}#0", [5 + i % 40] * 30, max_tokens=TOKENS, temperature=1.0, seed=i, ignore_eos=True)
+                    for i in range(REQUESTS)
+                ]
                 begun = time.process_time()
                 engine.run(wanted, lambda finished: ())
                 if number:  # the first round warms up

@@ -40,7 +40,9 @@ def test_its_rows_are_ours_and_its_norm_gives_back_the_state_that_was_stored(tmp
         assert row["input_ids"].tolist() == ids[1:-1].tolist() and row["position_ids"].tolist() == list(range(1, len(ids) - 1))
         assert torch.equal(row["hidden_states"], sample.taps[:-1].flatten(1))
         last = row["verifier_last_hidden_states"]
-        assert torch.allclose(last * torch.rsqrt(last.square().mean(-1, keepdim=True) + EPS) * weight, sample.final[1:], rtol=1e-4, atol=1e-5)
+        assert torch.allclose(
+            last * torch.rsqrt(last.square().mean(-1, keepdim=True) + EPS) * weight, sample.final[1:], rtol=1e-4, atol=1e-5
+        )
         assert row["loss_mask"].tolist() == [int(at >= len(sample.response.prompt_token_ids)) for at in range(1, len(ids) - 1)]
 
 

@@ -34,7 +34,10 @@ def write_both(folder: Path) -> StateStore:
             writer.sync()
             log.append(Response(name, ids[:20].tolist(), ids[20:].tolist(), "length", {}, "synthetic", False))
             layers = [states[:, i].contiguous() for i in range(4)]
-            torch.save({"input_ids": ids, "loss_mask": torch.ones(TOKENS, dtype=torch.long), "hidden_states": layers}, folder / "pt" / f"data_{number}.pt")
+            torch.save(
+                {"input_ids": ids, "loss_mask": torch.ones(TOKENS, dtype=torch.long), "hidden_states": layers},
+                folder / "pt" / f"data_{number}.pt",
+            )
         writer.close()
     return StateStore(folder / "store")
 
@@ -70,5 +73,8 @@ def test_the_store_is_read_faster_than_one_file_a_sample(tmp_path, monkeypatch):
             rows = read()
             best[name] = max(best.get(name, 0.0), rows / (time.perf_counter() - began))
     bytes_a_row = 4 * HIDDEN * 2
-    print({name: f"{rate:.0f} rows/s, {rate * bytes_a_row / 1e9:.2f} GB/s" for name, rate in best.items()}, f"ratio {best['ours'] / best['speculators']:.2f}")
+    print(
+        {name: f"{rate:.0f} rows/s, {rate * bytes_a_row / 1e9:.2f} GB/s" for name, rate in best.items()},
+        f"ratio {best['ours'] / best['speculators']:.2f}",
+    )
     assert best["ours"] > best["speculators"], best

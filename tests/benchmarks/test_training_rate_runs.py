@@ -13,11 +13,34 @@ SCRIPT = Path(__file__).with_name("training_rate.py")
 
 @pytest.mark.slow
 def test_every_part_that_needs_no_gpu(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--size", "tiny", "--device", "cpu", "--parts", "rate,forms,disk", "--rows", "1024", "--samples", "8", "--measure", "0.1"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--size",
+        "tiny",
+        "--device",
+        "cpu",
+        "--parts",
+        "rate,forms,disk",
+        "--rows",
+        "1024",
+        "--samples",
+        "8",
+        "--measure",
+        "0.1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert not [line for line in lines if "error" in line or "skipped" in line], lines
     told = {line["what"] for line in lines}
-    assert {"ours", "ours.packed_503_token_samples", "ours.first_epoch_a_quarter_undecided", "ours.one_document", "ours.tf32", "disk.ours", "end"} <= told
+    assert {
+        "ours",
+        "ours.packed_503_token_samples",
+        "ours.first_epoch_a_quarter_undecided",
+        "ours.one_document",
+        "ours.tf32",
+        "disk.ours",
+        "end",
+    } <= told
     assert all(line["tokens_per_second"] > 0 for line in lines if line["what"].startswith(("ours", "disk")))

@@ -44,7 +44,9 @@ def write_files(folder: Path, config: HeadConfig, samples: int) -> None:
     for number in range(samples):
         ids, taps, final, _ = states(config, number)
         layers = [torch.cat((x, x[-1:])).clone() for x in (*taps.unbind(1), final)]
-        torch.save({"input_ids": ids, "loss_mask": torch.ones(TOKENS, dtype=torch.long), "hidden_states": layers}, folder / f"data_{number}.pt")
+        torch.save(
+            {"input_ids": ids, "loss_mask": torch.ones(TOKENS, dtype=torch.long), "hidden_states": layers}, folder / f"data_{number}.pt"
+        )
 
 
 def forget(folder: Path) -> None:
@@ -68,7 +70,12 @@ def ours(made: Ours, folder: Path, epochs: int) -> list[dict[str, float]]:
     told = []
     with ReadAhead(store, plan.share(0, 0, 1), made.rows, TAPS, made.device, run.coverage, run.compiled) as ahead:
         for number in range(epochs):
-            began, waited, read, used = time.perf_counter(), ahead.waited, ahead.bytes, sum(p.rows for row in plan.epoch(number) for p in row)
+            began, waited, read, used = (
+                time.perf_counter(),
+                ahead.waited,
+                ahead.bytes,
+                sum(p.rows for row in plan.epoch(number) for p in row),
+            )
             window = Window(STEPS, 1.0, made.device)
             for _ in range(of_an_epoch):
                 facts = run.optimizer_step(ahead, window)
@@ -89,7 +96,9 @@ def theirs(made, folder: Path, rows: int, workers: int) -> list[dict[str, float]
     from torch.utils.data import DataLoader
 
     data = Eagle3SampleFileDataset(max_len=rows, datapath=str(folder), hidden_states_dtype=torch.bfloat16)
-    batches = DataLoader(data, batch_size=rows // TOKENS, num_workers=workers, pin_memory=True, drop_last=True, collate_fn=create_collate_fn(rows))
+    batches = DataLoader(
+        data, batch_size=rows // TOKENS, num_workers=workers, pin_memory=True, drop_last=True, collate_fn=create_collate_fn(rows)
+    )
     forget(folder)
     used, began, number, first = 0, 0.0, 0, 2 * workers + 4  # a worker has two batches ready
     for number, batch in enumerate(batches):

@@ -34,7 +34,7 @@ def measure(c: HeadConfig, rows: int, steps: int, once: bool, seconds: float = 2
         if weight_gradient:
             one.append(lambda y=y, x=x, dw=dw: torch.mm(y.T, x, out=dw))
         calls += one * times
-    matmul = _timed(lambda: [call() for call in calls], seconds)
+    matmul = _timed(lambda calls=calls: [call() for call in calls], seconds)
     del calls
     torch.cuda.empty_cache()
     parameters = [torch.nn.Parameter(torch.randn(outputs, inputs, device=device) * 0.02) for inputs, outputs in _matrices(c)]
@@ -55,7 +55,14 @@ def measure(c: HeadConfig, rows: int, steps: int, once: bool, seconds: float = 2
 
 def _matrices(c: HeadConfig) -> list[tuple[int, int]]:
     h, width = c.hidden_size, c.heads * c.head_dim
-    return [(3 * h, h), *[(2 * h, width)] * 3, (width, h), *[(h, c.intermediate_size)] * 2, (c.intermediate_size, h), (h, c.draft_vocab_size)]
+    return [
+        (3 * h, h),
+        *[(2 * h, width)] * 3,
+        (width, h),
+        *[(h, c.intermediate_size)] * 2,
+        (c.intermediate_size, h),
+        (h, c.draft_vocab_size),
+    ]
 
 
 def matmul_rate(size: int = 8192, seconds: float = 1.5) -> float:

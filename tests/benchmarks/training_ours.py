@@ -42,7 +42,7 @@ class Resident:
         self.layout = StateLayout(TAPS, config.hidden_size, "bfloat16", "synthetic", "0" * 40, "0" * 64)
 
     def lengths(self, ids):
-        return {sample_id: 1 for sample_id in ids}
+        return dict.fromkeys(ids, 1)
 
 
 @dataclass
@@ -61,7 +61,9 @@ class Feed:
         return ready
 
 
-def packed_row(config: HeadConfig, rows: int, lengths: tuple[int, ...], seed: int, device: torch.device, flex: bool, undecided: float = 0.0):
+def packed_row(
+    config: HeadConfig, rows: int, lengths: tuple[int, ...], seed: int, device: torch.device, flex: bool, undecided: float = 0.0
+):
     """Random states; every row predicts, one in a hundred has an argmax outside the draft vocabulary."""
     g = torch.Generator(device).manual_seed(seed)
     wide = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -102,7 +104,9 @@ def random_head(config: HeadConfig, device: torch.device) -> tuple[Eagle3Head, V
     spread = config.vocab_size // config.draft_vocab_size
     head.set_vocabulary(torch.arange(config.draft_vocab_size) * spread)
     head.embed_tokens.weight = nn.Parameter(draw(config.vocab_size, config.hidden_size), requires_grad=False)
-    verifier = VerifierWeights(head.embed_tokens.weight.data, torch.ones(config.hidden_size, device=device), draw(config.vocab_size, config.hidden_size))
+    verifier = VerifierWeights(
+        head.embed_tokens.weight.data, torch.ones(config.hidden_size, device=device), draw(config.vocab_size, config.hidden_size)
+    )
     return head, verifier
 
 

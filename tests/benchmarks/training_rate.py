@@ -106,7 +106,13 @@ def ours(bench: Bench, rows: int, extra: bool, name: str = "ours", **changes) ->
         used = rows // SAMPLE * SAMPLE
         _tell(bench, "ours.packed_503_token_samples", rows, used, _steady(bench, made, feed), padding=1 - used / rows)
         bench.known["packed", rows] = used / made.steps(feed, 3)[0]
-        _tell(bench, "ours.first_epoch_a_quarter_undecided", rows, rows, _steady(bench, made, made.feed(documents_of(rows, 512), undecided=0.25)))
+        _tell(
+            bench,
+            "ours.first_epoch_a_quarter_undecided",
+            rows,
+            rows,
+            _steady(bench, made, made.feed(documents_of(rows, 512), undecided=0.25)),
+        )
         _tell(bench, "ours.one_document", rows, rows, _steady(bench, made, made.feed((rows,))))
 
 
@@ -180,7 +186,13 @@ def one_gpu(bench: Bench) -> None:
     if not bench.cuda:
         return bench.attempt("ours", 0, ours, bench, 1024, True)
     device = torch.cuda.get_device_properties(0)
-    bench.say("machine", gpu=device.name, memory_gib=device.total_memory / GIB, torch=torch.__version__, flop_of_a_token=flop_of_a_token(bench.config, STEPS))
+    bench.say(
+        "machine",
+        gpu=device.name,
+        memory_gib=device.total_memory / GIB,
+        torch=torch.__version__,
+        flop_of_a_token=flop_of_a_token(bench.config, STEPS),
+    )
     bench.matmul = training_floor.matmul_rate()
     bench.say("matmul_8192", tflops=bench.matmul)
     first, second, *more = bench.options.rows
@@ -252,7 +264,12 @@ def several(bench: Bench) -> None:
         _, losses = made.steps(made.feed(lengths, 2 * ranks.world), 6)
         if alone_losses:
             apart = max(abs(a - b) / abs(a) for a, b in zip(alone_losses, losses, strict=True))
-            say("ddp.loss_at_the_same_global_batch", one=[_short(x) for x in alone_losses], all=[_short(x) for x in losses], largest_relative_difference=apart)
+            say(
+                "ddp.loss_at_the_same_global_batch",
+                one=[_short(x) for x in alone_losses],
+                all=[_short(x) for x in losses],
+                largest_relative_difference=apart,
+            )
         feed = made.feed(lengths, 2 * ranks.world)
         together, _ = made.steps(feed, 8)
         together, _ = made.steps(feed, 8)
@@ -289,7 +306,9 @@ def _exchange_rate(bench: Bench, ranks: Ranks) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="rate", help="rate, forms and disk (one GPU), ddp (under torchrun)")
-    parser.add_argument("--rows", type=lambda text: [int(x) for x in text.split(",")], default=[8192, 4096, 512, 32768, 16384], help="tokens a step")
+    parser.add_argument(
+        "--rows", type=lambda text: [int(x) for x in text.split(",")], default=[8192, 4096, 512, 32768, 16384], help="tokens a step"
+    )
     parser.add_argument("--size", choices=("real", "tiny"), default="real")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=280, help="no part begins that would not end in these")

@@ -25,7 +25,9 @@ class Speculators:
         )  # fmt: skip
         llama._attn_implementation = "simple_flex_attention"
         shape = (c.vocab_size, c.hidden_size)
-        core.AutoConfig.from_pretrained = staticmethod(lambda *_, **__: llama)  # no checkpoint of 4.7 GB has to be written for random weights
+        core.AutoConfig.from_pretrained = staticmethod(
+            lambda *_, **__: llama
+        )  # no checkpoint of 4.7 GB has to be written for random weights
         core.load_model_layers = lambda *_: {
             "embed_tokens.weight": torch.randn(shape) * 0.02, "lm_head.weight": torch.randn(shape) * 0.02, "model.norm.weight": torch.ones(shape[1])
         }  # fmt: skip

@@ -133,13 +133,27 @@ def main(given: argparse.Namespace) -> dict:
             # The first round touches the writer's memory for the first time, which a run does once.
             for number in range(given.rounds):
                 steps, samples, rows = make(f"{number}-")
-                measured = measure(thread, joined_by(given.joined if kind == "decode" else 1, steps), [Ended(f"{number}-{i}#0", rows + 1) for i in range(samples)])
-                measured |= {"rows_per_s": round(total / measured["seconds"]), "mb_per_s": round(total * layout.row_bytes / measured["seconds"] / 1e6)}
+                measured = measure(
+                    thread,
+                    joined_by(given.joined if kind == "decode" else 1, steps),
+                    [Ended(f"{number}-{i}#0", rows + 1) for i in range(samples)],
+                )
+                measured |= {
+                    "rows_per_s": round(total / measured["seconds"]),
+                    "mb_per_s": round(total * layout.row_bytes / measured["seconds"] / 1e6),
+                }
                 found.setdefault(kind, []).append(measured | {"seconds": round(measured["seconds"], 2)})
             thread.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     ratio = round(found["prefill"][-1]["rows_per_s"] / found["decode"][-1]["rows_per_s"], 2)
-    return {"row_bytes": layout.row_bytes, "rows": total, "samples": given.samples, **found, "prefill_against_decode": ratio, "peak_mib": peak}
+    return {
+        "row_bytes": layout.row_bytes,
+        "rows": total,
+        "samples": given.samples,
+        **found,
+        "prefill_against_decode": ratio,
+        "peak_mib": peak,
+    }
 
 
 def parser() -> argparse.ArgumentParser:

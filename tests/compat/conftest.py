@@ -23,7 +23,20 @@ def old_speculators() -> Path:
     making = Path(tempfile.mkdtemp(dir=folder.parent))
     # The environment has no pip of its own: the base interpreter's venv brings one.
     subprocess.run([sys.executable, "-m", "venv", str(making / "pip")], check=True)
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--only-binary", ":all:", "--target", str(making / "site"), "-r", str(LOCK)]
+    install = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--require-hashes",
+        "--only-binary",
+        ":all:",
+        "--target",
+        str(making / "site"),
+        "-r",
+        str(LOCK),
+    ]
     subprocess.run([str(making / "pip" / "bin" / "python"), *install], check=True)
     try:
         (making / "site").rename(folder)

@@ -7,7 +7,7 @@ import huggingface_hub.constants
 import huggingface_hub.file_download
 import pytest
 from hub_server import COMMIT, hub
-from test_preflight_finds_what_would_fail import context, looked
+from test_preflight_finds_what_would_fail import SMALL, context, looked
 
 from jobs.errors import MustFix, TryAgain
 from jobs.stages import hub as stage_hub
@@ -27,7 +27,9 @@ def served(tmp_path, monkeypatch):
     shutil.copytree(CHECKPOINT, tmp_path / "repository")
     with hub({"made/up": tmp_path / "repository"}) as server:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(huggingface_hub.file_download, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(
+            huggingface_hub.file_download, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         yield server
 
@@ -70,7 +72,7 @@ def test_a_network_that_fails_beside_something_to_mend_is_78_and_both_are_named(
 
 
 def test_a_moment_without_the_hub_is_looked_at_once_more(tmp_path, served, network):
-    made = context(tmp_path, *ON_THE_HUB)
+    made = context(tmp_path, *ON_THE_HUB, *SMALL)
     served.busy = 2  # the first questions of `repositories` and of `fits`
     assert preflight.run(made)["checks"] == len(preflight.CHECKS) and problems_of(made) == {}
 
@@ -107,10 +109,18 @@ def test_a_revision_that_is_not_there(tmp_path, served, network):
 
 
 def test_every_missing_repository_is_named(tmp_path, served):
-    made = context(tmp_path, "verifier.model=nobody/nothing", 'heads.candidates=[{name="a", model="no/head"}, {name="b", model="made/up", revision="main"}]')
+    made = context(
+        tmp_path,
+        "verifier.model=nobody/nothing",
+        'heads.candidates=[{name="a", model="no/head"}, {name="b", model="made/up", revision="main"}]',
+    )
     sentences = list(access.repositories(made, {}))
     assert len(sentences) == 3
-    assert "nobody/nothing is not on the hub" in sentences[0] and "no/head is not on the hub" in sentences[1] and "which is no commit" in sentences[2]
+    assert (
+        "nobody/nothing is not on the hub" in sentences[0]
+        and "no/head is not on the hub" in sentences[1]
+        and "which is no commit" in sentences[2]
+    )
 
 
 # A verifier before its download ------------------------------------------------------------------------
@@ -118,7 +128,9 @@ def test_every_missing_repository_is_named(tmp_path, served):
 
 def weights_read(served):
     """Bytes asked for of the weights' files, by their Range; -1 for a whole one."""
-    return [int(wanted.rpartition("-")[2] or -2) + 1 if wanted else -1 for name, wanted in served.downloads if name.endswith(".safetensors")]
+    return [
+        int(wanted.rpartition("-")[2] or -2) + 1 if wanted else -1 for name, wanted in served.downloads if name.endswith(".safetensors")
+    ]
 
 
 def test_a_verifier_of_the_hub_is_judged_as_a_local_one_before_its_download(tmp_path, served):
@@ -126,7 +138,13 @@ def test_a_verifier_of_the_hub_is_judged_as_a_local_one_before_its_download(tmp_
     local = looked(context(tmp_path / "local", *impossible), "fits")
     sentences = looked(context(tmp_path, *ON_THE_HUB, *impossible), "fits")
     assert len(sentences) == 5 and [s.replace("made/up@01234567", str(CHECKPOINT)) for s in sentences] == local
-    for expected in ("runai-model-streamer is not installed", "does not fit", "Tap 99", "vocab.size = 99999999", "max_model_len = 1000000000 exceeds"):
+    for expected in (
+        "runai-model-streamer is not installed",
+        "does not fit",
+        "Tap 99",
+        "vocab.size = 99999999",
+        "max_model_len = 1000000000 exceeds",
+    ):
         assert any(expected in sentence for sentence in sentences)
     assert weights_read(served) == [128 << 10], "the header alone"
 
@@ -200,7 +218,9 @@ def test_heads_for_another_verifier(tmp_path, served):
     head.mkdir()
     for folder in (head, tmp_path / "repository"):
         (folder / "config.json").write_text(json.dumps({"hidden_size": 7168, "vocab_size": 163840}))
-    made = context(tmp_path / "local", f'heads.candidates=[{{name="aq", model="{head}"}}, {{name="hub", model="made/up", revision="{COMMIT}"}}]')
+    made = context(
+        tmp_path / "local", f'heads.candidates=[{{name="aq", model="{head}"}}, {{name="hub", model="made/up", revision="{COMMIT}"}}]'
+    )
     sentences = looked(made, "fits")
     assert [sentence.partition(" is for ")[0] for sentence in sentences] == ["head aq", "head aq", "head hub", "head hub"]
     assert "hidden size of 7168" in sentences[0] and "vocabulary of 163840" in sentences[1]

@@ -41,7 +41,11 @@ def test_the_rate_is_of_the_verifiers_own_files_and_is_in_the_ledgers_counts(ver
     measured = json.loads((made.path / "preflight.json").read_text())["measured"]
     assert measured["load"]["read"] > 0 and measured["load"]["bytes"] > 300_000_000
     assert measured["load"]["seconds_at_best"] == pytest.approx(measured["load"]["bytes"] / measured["load"]["read"])
-    assert counts["bytes_per_second"] == {"disk_written": measured["disk"]["written"], "disk_read": measured["disk"]["read"], "verifier_read": measured["load"]["read"]}
+    assert counts["bytes_per_second"] == {
+        "disk_written": measured["disk"]["written"],
+        "disk_read": measured["disk"]["read"],
+        "verifier_read": measured["load"]["read"],
+    }
     assert any("GB in" in json.loads(line).get("text", "") for line in (made.path / "events.jsonl").read_text().splitlines())
 
 
@@ -60,15 +64,26 @@ def ledger(read: float) -> dict:
     settings = load("hero", overrides=["rental.machine=8 x H200"], environment={})
     rates = {"disk_written": 2.0e9, "disk_read": 3.0e9, "verifier_read": read}
     stages = {"preflight": {"state": "done", "seconds": 30.0, "counts": {"checks": 12, "bytes_per_second": rates}}}
-    return {"status": "running", "settings": settings.as_dict(), "stages": stages, "machine": {"name": "8 x H200"}, "cost": {"amount": 0.0, "currency": "USD"}}
+    return {
+        "status": "running",
+        "settings": settings.as_dict(),
+        "stages": stages,
+        "machine": {"name": "8 x H200"},
+        "cost": {"amount": 0.0, "currency": "USD"},
+    }
 
 
 def test_the_plan_of_a_run_takes_the_disk_as_it_was_measured():
     table = for_verifier(MACHINES["8x-h200"].rates, KIMI_K25)
     fast, slow = with_disk(table, ledger(5e9)), with_disk(table, ledger(0.2e9))
-    assert fast.load_seconds.low == pytest.approx(KIMI_K25.bytes / 5e9 + ENGINE_SECONDS.low) and fast.load_seconds.low < table.load_seconds.low
+    assert (
+        fast.load_seconds.low == pytest.approx(KIMI_K25.bytes / 5e9 + ENGINE_SECONDS.low) and fast.load_seconds.low < table.load_seconds.low
+    )
     assert fast.load_seconds.high == table.load_seconds.high, "a fast disk does not make the rest of the load fast"
-    assert slow.load_seconds.low == pytest.approx(KIMI_K25.bytes / 0.2e9 + ENGINE_SECONDS.low) and slow.load_seconds.low > table.load_seconds.high
+    assert (
+        slow.load_seconds.low == pytest.approx(KIMI_K25.bytes / 0.2e9 + ENGINE_SECONDS.low)
+        and slow.load_seconds.low > table.load_seconds.high
+    )
     assert (fast.disk.low, fast.disk.high) == (2.0e9, 3.0e9)
     assert fast.sources[0].startswith("MEASURED by preflight here") and with_disk(table, {}) is table
     # A run that has only begun calibrates a plan, and `status` forecasts by it.

@@ -26,9 +26,7 @@ def make_head(folder: Path, seed: int, model_bytes: int = MODEL_BYTES) -> Path:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    entries = {
-        name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)} for name, content in files.items()
-    }
+    entries = {name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)} for name, content in files.items()}
     (folder / "manifest.json").write_text(json.dumps({"files": entries, "seed": seed}))
     return folder
 

@@ -49,9 +49,7 @@ def response(sample: int, tokens: int) -> Response:
     )
 
 
-def write(
-    writer: StateWriter, log: ResponseLog, sample: int, tokens: int, hidden_size: int = 8, chunk: int = 5
-) -> None:
+def write(writer: StateWriter, log: ResponseLog, sample: int, tokens: int, hidden_size: int = 8, chunk: int = 5) -> None:
     """Write and commit one whole sample."""
     answer = response(sample, tokens)
     for first in range(0, tokens - 1, chunk):

@@ -40,7 +40,11 @@ class _Request(http.server.BaseHTTPRequestHandler):
         query = {name: values[0] for name, values in parse_qs(urlsplit(self.path).query, keep_blank_values=True).items()}
         refusal = self.refusal(body, query)
         if refusal:
-            return self.reply(400, {"Content-Type": "application/xml"}, b"<Error><Code>%s</Code><Message>%s</Message></Error>" % tuple(part.encode() for part in refusal))
+            return self.reply(
+                400,
+                {"Content-Type": "application/xml"},
+                b"<Error><Code>%s</Code><Message>%s</Message></Error>" % tuple(part.encode() for part in refusal),
+            )
         connection = http.client.HTTPConnection(self.server.upstream)
         connection.request(self.command, self.path, body, dict(self.headers))
         given = connection.getresponse()
@@ -70,13 +74,19 @@ class _Request(http.server.BaseHTTPRequestHandler):
             return "BadDigest", "The Content-MD5 you specified did not match what we received."
         declared = self.server.declared.get(upload)
         if "partNumber" in query and (crc is not None) != (declared == "CRC32"):
-            return "InvalidRequest", f"Checksum Type mismatch occurred, expected checksum Type: {declared}, actual checksum Type: {'crc32' if crc else None}"
+            return (
+                "InvalidRequest",
+                f"Checksum Type mismatch occurred, expected checksum Type: {declared}, actual checksum Type: {'crc32' if crc else None}",
+            )
         if self.command == "POST" and declared:
             for part in re.findall(rb"<Part>.*?</Part>", body, re.DOTALL):
                 number = int(re.search(rb"<PartNumber>(\d+)", part)[1])
                 said = re.search(rb"<ChecksumCRC32>(.*?)</ChecksumCRC32>", part)
                 if not said or said[1].decode() != self.server.checksums[upload, number]:
-                    return "InvalidRequest", f"The upload was created using a crc32 checksum. It was missing for part {number} in the request."
+                    return (
+                        "InvalidRequest",
+                        f"The upload was created using a crc32 checksum. It was missing for part {number} in the request.",
+                    )
         return None
 
     def reply(self, status: int, headers: dict[str, str], content: bytes, length: str | None = None) -> None:

@@ -22,7 +22,9 @@ def add(folder: Path, samples: range) -> None:
     try:
         for i in samples:
             rows = TOKENS - 1
-            opened.append(f"s{i}#0", 0, torch.randn(rows, 3, 64, generator=generator), torch.randn(rows, 64, generator=generator), torch.zeros(rows))
+            opened.append(
+                f"s{i}#0", 0, torch.randn(rows, 3, 64, generator=generator), torch.randn(rows, 64, generator=generator), torch.zeros(rows)
+            )
             opened.finish(f"s{i}#0", TOKENS)
         opened.sync()
         with ResponseLog(folder) as log:

@@ -23,7 +23,11 @@ SLOW = 256 << 10  # bytes a second and connection: half a minute a part, whateve
 
 def a_run(folder):
     folder.mkdir()
-    (folder / "run.json").write_text(json.dumps({"run_id": "one", "job": "hero", "status": "running", "stages": {n: {} for n in ("generate.eval", "generate.train", "train")}}))
+    (folder / "run.json").write_text(
+        json.dumps(
+            {"run_id": "one", "job": "hero", "status": "running", "stages": {n: {} for n in ("generate.eval", "generate.train", "train")}}
+        )
+    )
     (folder / "weights").write_bytes(os.urandom(24 * MIB))
     return folder
 

@@ -24,7 +24,11 @@ def settings_for(endpoint_url: str, checksums: str) -> PushSettings:
 
 @pytest.mark.parametrize("checksums", ["when_required", "when_supported"])
 def test_a_killed_upload_is_continued_and_completed(aws, moto, tmp_path, checksums):
-    settings, uri, state = settings_for(aws.endpoint_url, checksums), f"s3://strict-{checksums.replace('_', '-')}/head", tmp_path / "push.json"
+    settings, uri, state = (
+        settings_for(aws.endpoint_url, checksums),
+        f"s3://strict-{checksums.replace('_', '-')}/head",
+        tmp_path / "push.json",
+    )
     moto.make_bucket(uri.split("/")[2])
     head = make_head(tmp_path / "head", 1)
     probe(uri, settings)

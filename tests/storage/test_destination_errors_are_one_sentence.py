@@ -108,9 +108,7 @@ def test_an_endpoint_that_does_not_answer(moto, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("uri", ["bucket/head", "s3:///head", "http://bucket/head", "file://host/head", "file:///", ""])
 def test_what_is_no_address(uri, tmp_path):
-    refusals(
-        every_call(uri, PushSettings(), tmp_path), MustFix, "is no address.*use s3://bucket/prefix or file:///folder"
-    )
+    refusals(every_call(uri, PushSettings(), tmp_path), MustFix, "is no address.*use s3://bucket/prefix or file:///folder")
 
 
 def test_the_place_of_a_wrong_address_is_where_it_was_said(tmp_path):

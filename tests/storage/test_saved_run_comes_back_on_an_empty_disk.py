@@ -24,7 +24,13 @@ def make_run(folder, *, run_id="one", stage="train"):
     """A run directory of 12 MiB: a ledger, two checkpoints, a half-written one, and what is not to be saved."""
     for step, fill in ((100, b"a"), (200, b"b")):
         checkpoint(folder, step, fill)
-    for name in ("checkpoints/step-000300.partial/weights.safetensors", ".lock", "published/model.safetensors", "superseded/x/y", "states/eval/writer.lock"):
+    for name in (
+        "checkpoints/step-000300.partial/weights.safetensors",
+        ".lock",
+        "published/model.safetensors",
+        "superseded/x/y",
+        "states/eval/writer.lock",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"not to be saved")
     (folder / "empty.jsonl").touch()
@@ -68,10 +74,18 @@ def test_a_run_comes_back_with_its_newest_checkpoint_and_times(place, tmp_path):
     assert done.bytes_sent == done.bytes > 6 * MIB
     state = restore(place[0], tmp_path / "back", place[1])
     assert state["job"] == "hero" and state["paid"]
-    assert saved_names(tmp_path / "back") == ["checkpoints/step-000200/checkpoint.json", "checkpoints/step-000200/weights.safetensors", "empty.jsonl", "prompts.jsonl", "run.json"]
+    assert saved_names(tmp_path / "back") == [
+        "checkpoints/step-000200/checkpoint.json",
+        "checkpoints/step-000200/weights.safetensors",
+        "empty.jsonl",
+        "prompts.jsonl",
+        "run.json",
+    ]
     for name in saved_names(tmp_path / "back"):
         assert (tmp_path / "back" / name).read_bytes() == (run / name).read_bytes()
-        assert (tmp_path / "back" / name).stat().st_mtime_ns == (run / name).stat().st_mtime_ns, "the ledger names large files by their times"
+        assert (tmp_path / "back" / name).stat().st_mtime_ns == (run / name).stat().st_mtime_ns, (
+            "the ledger names large files by their times"
+        )
 
 
 @on_a_bucket_and_a_folder
@@ -118,7 +132,9 @@ def test_a_killed_save_goes_on_and_the_state_before_stands(place, tmp_path):
     assert (tmp_path / "before" / "checkpoints" / "step-000200").is_dir()
     assert saver(run, place).save().bytes > 17 * MIB
     restore(place[0], tmp_path / "back", place[1])
-    assert (tmp_path / "back/checkpoints/step-000300/weights.safetensors").read_bytes() == (run / "checkpoints/step-000300/weights.safetensors").read_bytes()
+    assert (tmp_path / "back/checkpoints/step-000300/weights.safetensors").read_bytes() == (
+        run / "checkpoints/step-000300/weights.safetensors"
+    ).read_bytes()
 
 
 @on_a_bucket_and_a_folder
@@ -273,10 +289,22 @@ def test_states_saved_while_they_are_written_are_a_whole_store(tmp_path, place):
                     return
                 rows = 5 + number % 20
                 sample = f"p{number}#0"
-                writer.append(sample, 0, torch.full((rows, 3, WIDTH), float(number)), torch.full((rows, WIDTH), float(number)), torch.zeros(rows))
+                writer.append(
+                    sample, 0, torch.full((rows, 3, WIDTH), float(number)), torch.full((rows, WIDTH), float(number)), torch.zeros(rows)
+                )
                 writer.finish(sample, rows + 1)
                 writer.sync()
-                log.append(Response(id=sample, prompt_token_ids=[1], response_token_ids=[2] * rows, finish_reason="stop", sampling={}, source="s", thinking=False))
+                log.append(
+                    Response(
+                        id=sample,
+                        prompt_token_ids=[1],
+                        response_token_ids=[2] * rows,
+                        finish_reason="stop",
+                        sampling={},
+                        source="s",
+                        thinking=False,
+                    )
+                )
                 written.append(sample)
 
     thread = threading.Thread(target=write)

@@ -102,7 +102,9 @@ def test_three_writers_make_the_store_one_reader_reads(tmp_path):
     assert [ended(child) for child in group(tmp_path, 3, work)] == [0, 0, 0]
     commit(tmp_path, list(samples))
     assert_whole(tmp_path, samples)
-    by_writer = [{extent.shard % 3 for extent in read_index(tmp_path / "index.jsonl") if int(extent.sample[7:10]) % 3 == n} for n in range(3)]
+    by_writer = [
+        {extent.shard % 3 for extent in read_index(tmp_path / "index.jsonl") if int(extent.sample[7:10]) % 3 == n} for n in range(3)
+    ]
     assert by_writer == [{0}, {1}, {2}], "a writer wrote into another one's shard"
     # And another number of writers continues it: all free rows of the shards there are used before new ones are made.
     with opened(tmp_path, 0, 1) as writer:

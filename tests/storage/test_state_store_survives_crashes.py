@@ -87,7 +87,7 @@ def test_any_order_of_appends_and_any_crash_point(data, tmp_path_factory):
             count = data.draw(st.integers(1, 9))
             version = data.draw(st.integers(0, 9))
             writer.append(sample_id, first, *rows(sample, first, count, version=version))
-            versions.update({position: version for position in range(first, first + count)})
+            versions.update(dict.fromkeys(range(first, first + count), version))
         elif action == "finish" and versions:
             tokens = data.draw(st.integers(max(len(versions) - 2, 2), len(versions) + 1))
             writer.finish(sample_id, tokens)

@@ -34,9 +34,7 @@ def test_a_begun_upload_of_another_head_is_not_continued_with_ours(bucket, setti
     first, second = make_head(tmp_path / "first", 1), make_head(tmp_path / "second", 2)
     state = tmp_path / "first.json"
     killed_at(6 * MIB, lambda progress: publish(first, uri, settings, state=state, progress=progress))
-    with pytest.raises(
-        MustFix, match=r"Another head's upload was begun there at 20\d\d-.*delete the object publishing"
-    ):
+    with pytest.raises(MustFix, match=r"Another head's upload was begun there at 20\d\d-.*delete the object publishing"):
         publish(second, uri, settings, state=tmp_path / "second.json")
     publish(first, uri, settings, state=state)
     pull(uri, tmp_path / "back", settings)
@@ -54,7 +52,10 @@ def test_the_same_run_may_publish_a_new_head_over_its_own_killed_upload(place, t
     assert contents(tmp_path / "back") == contents(second)
 
 
-@pytest.mark.parametrize(("content", "sentence"), [(b"short", "model.safetensors arrived as 5 bytes instead of"), (None, "model.safetensors was changed by somebody else")])
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(b"short", "model.safetensors arrived as 5 bytes instead of"), (None, "model.safetensors was changed by somebody else")],
+)
 def test_what_stands_there_is_looked_at_before_the_manifest(bucket, server, settings, tmp_path, content, sentence):
     """Somebody puts another object under the name while the head is being published: no manifest speaks of it, and the next call mends it."""
     uri, head, state = f"s3://{bucket}/head", make_head(tmp_path / "head", 1), tmp_path / "push.json"

@@ -71,14 +71,25 @@ def run(context: Context) -> dict[str, Any]:
         found |= _all_at_once(context, measured, passing, until)
     problems = list(dict.fromkeys(map(sentence_of, _problems(found))))
     told = {name: check | {"problems": [sentence_of(problem) for problem in check["problems"]]} for name, check in found.items()}
-    write_json_atomically(context.path / "preflight.json", {"versions": context.run.ledger["versions"], "checks": told, "measured": measured})
+    write_json_atomically(
+        context.path / "preflight.json", {"versions": context.run.ledger["versions"], "checks": told, "measured": measured}
+    )
     if problems:
         where, text = str(context.path / "preflight.json"), " | ".join(problems)
         # What answered at an earlier start will answer again. What never did may be a wrong address, for which a
         # managed job would rent one machine after the other.
         if _only_passing(found) and "counts" in context.run.stage(NAME):
-            raise TryAgain(f"Preflight met {len(problems)} fault(s) that may pass: {text}", where=where, remedy="nothing here is to be mended, start it again")
-        raise MustFix(f"Preflight found {len(problems)} problem(s): {text}", where=where, remedy="mend them and run the same command again", problems=problems)
+            raise TryAgain(
+                f"Preflight met {len(problems)} fault(s) that may pass: {text}",
+                where=where,
+                remedy="nothing here is to be mended, start it again",
+            )
+        raise MustFix(
+            f"Preflight found {len(problems)} problem(s): {text}",
+            where=where,
+            remedy="mend them and run the same command again",
+            problems=problems,
+        )
     rates = {f"disk_{what}": rate for what, rate in measured.get("disk", {}).items()}
     if "load" in measured:
         rates["verifier_read"] = measured["load"]["read"]
@@ -122,7 +133,11 @@ def _all_at_once(context: Context, measured: dict[str, Any], names: Sequence[str
             problems = [f"the check {name} failed with {type(error).__name__}: {error}"]
         found[name] = {"seconds": round(time.monotonic() - began, 3), "problems": problems}
 
-    threads = {name: threading.Thread(target=look, args=(name,), daemon=True, name=f"preflight-{name}") for name in names if name not in IN_THE_MAIN_THREAD}
+    threads = {
+        name: threading.Thread(target=look, args=(name,), daemon=True, name=f"preflight-{name}")
+        for name in names
+        if name not in IN_THE_MAIN_THREAD
+    }
     for thread in threads.values():
         thread.start()
     for name in filter(names.__contains__, IN_THE_MAIN_THREAD):
@@ -253,7 +268,9 @@ def _load_rate(context: Context, measured: dict[str, Any]) -> Iterator[str]:
     if not rate or not size:
         return
     measured["load"] = {"bytes": size, "read": rate, "seconds_at_best": size / rate}
-    context.note(f"preflight: {folder} is read at {rate / 1e9:.2f} GB/s, the verifier's {size / 1e9:.1f} GB in {size / rate / 60:.1f} min at best")
+    context.note(
+        f"preflight: {folder} is read at {rate / 1e9:.2f} GB/s, the verifier's {size / 1e9:.1f} GB in {size / rate / 60:.1f} min at best"
+    )
     if size / rate > SLOWEST_LOAD:
         yield f"{folder} is read at {rate / 1e6:.0f} MB/s, the verifier's {size / 1e9:.0f} GB would take {size / rate / 60:.0f} min at each start: put HF_HOME (or the checkpoint) on local NVMe"
 

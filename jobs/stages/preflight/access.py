@@ -170,7 +170,9 @@ def misfits(settings: Settings, facts: VerifierFacts) -> list[str]:
     if settings.vocab.size is not None and settings.vocab.size > facts.vocab_size:
         found.append(f"vocab.size = {settings.vocab.size} exceeds the verifier's vocabulary of {facts.vocab_size}")
     if settings.verifier.max_model_len > facts.max_position_embeddings:
-        found.append(f"verifier.max_model_len = {settings.verifier.max_model_len} exceeds the verifier's {facts.max_position_embeddings} positions")
+        found.append(
+            f"verifier.max_model_len = {settings.verifier.max_model_len} exceeds the verifier's {facts.max_position_embeddings} positions"
+        )
     return found
 
 

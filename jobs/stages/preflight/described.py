@@ -67,12 +67,20 @@ def _ask(model: str, revision: str | None, everything: bool) -> tuple[str, Descr
         try:
             named = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise MustFix(f"{INDEX} of {model} names no weights ({type(error).__name__})", where=f"verifier.model, {commit[:8]}", remedy="name a repository with whole weights") from error
+            raise MustFix(
+                f"{INDEX} of {model} names no weights ({type(error).__name__})",
+                where=f"verifier.model, {commit[:8]}",
+                remedy="name a repository with whole weights",
+            ) from error
     else:
         named = sorted(name for name in listed if name.endswith(".safetensors") and "/" not in name)
     missing = [name for name in named if name not in listed]
     if missing or not named:
-        raise MustFix(f"{model} lacks the weights {missing[0] if missing else '*.safetensors'}", where=f"verifier.model, {commit[:8]}", remedy="name a repository with whole weights")
+        raise MustFix(
+            f"{model} lacks the weights {missing[0] if missing else '*.safetensors'}",
+            where=f"verifier.model, {commit[:8]}",
+            remedy="name a repository with whole weights",
+        )
     asked = named if everything or INDEX not in listed else []
     with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
         headers = dict(zip(asked, pool.map(lambda name: hub.header(model, commit, name), asked), strict=True))
@@ -93,4 +101,8 @@ def _within(seconds: float, model: str, work: Callable[[], tuple[str, Described]
     try:
         return done.result(seconds)
     except TimeoutError:
-        raise TryAgain(f"The hub did not describe {model} within {seconds:.0f} s", where="hub", remedy="run the same command again, or give a local folder") from None
+        raise TryAgain(
+            f"The hub did not describe {model} within {seconds:.0f} s",
+            where="hub",
+            remedy="run the same command again, or give a local folder",
+        ) from None

@@ -28,7 +28,9 @@ LEAST_NVLINK_BYTES = 60e9  # a second, more than PCIe 5 reaches; 2 x H200 over N
 LEAST_DRIVER = {13: 580, 12: 525}  # the driver's major version that a CUDA version needs (CUDA's release notes)
 
 
-def problems(tensor_parallel_size: int, memory_needed: float, wanted_gpus: int | None = None, nvlink: bool = False) -> tuple[list[str], dict[str, Any]]:
+def problems(
+    tensor_parallel_size: int, memory_needed: float, wanted_gpus: int | None = None, nvlink: bool = False
+) -> tuple[list[str], dict[str, Any]]:
     """(sentences, what was measured). memory_needed: bytes over all GPUs; nvlink: the machine is rented for it. Nothing to say where there is no GPU."""
     if not shutil.which("nvidia-smi"):
         return [], {}
@@ -98,7 +100,11 @@ def runs_on(capability: str, architectures: list[str]) -> bool:
         if not match:
             continue
         kind, m, n, special = match[1], int(match[2]), int(match[3]), match[4]
-        if (m, n) == (major, minor) or (special != "a" and m == major and n <= minor) or (kind == "compute" and not special and (m, n) <= (major, minor)):
+        if (
+            (m, n) == (major, minor)
+            or (special != "a" and m == major and n <= minor)
+            or (kind == "compute" and not special and (m, n) <= (major, minor))
+        ):
             return True
     return False
 
@@ -127,7 +133,13 @@ def measure(together: int) -> dict[str, Any]:
     """GPUs, versions, a kernel on each, a sum over the first `together`."""
     import torch
 
-    found: dict[str, Any] = {"cuda": str(torch.version.cuda), "architectures": torch.cuda.get_arch_list(), "driver": _driver(), "ptxas": os.environ.get("TRITON_PTXAS_PATH"), "gpus": []}
+    found: dict[str, Any] = {
+        "cuda": str(torch.version.cuda),
+        "architectures": torch.cuda.get_arch_list(),
+        "driver": _driver(),
+        "ptxas": os.environ.get("TRITON_PTXAS_PATH"),
+        "gpus": [],
+    }
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -135,13 +147,17 @@ def measure(together: int) -> dict[str, Any]:
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        found["gpus"].append({"index": index, "name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "memory_bytes": total, "free_bytes": free})
+        found["gpus"].append(
+            {"index": index, "name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "memory_bytes": total, "free_bytes": free}
+        )
     together = min(together, len(found["gpus"]))
     answers = _ranks(len(found["gpus"]), together)
     for gpu in found["gpus"]:
         gpu["kernel"] = answers.get((gpu["index"], "kernel"), f"no answer within {PROBE_SECONDS} s")
     if together > 1:
-        sums = [answers.get((index, "reduce"), {"error": f"GPU {index} did not answer within {PROBE_SECONDS} s"}) for index in range(together)]
+        sums = [
+            answers.get((index, "reduce"), {"error": f"GPU {index} did not answer within {PROBE_SECONDS} s"}) for index in range(together)
+        ]
         found["reduce"] = next((answer for answer in sums if answer.get("error")), sums[0])
     return found
 
@@ -211,7 +227,9 @@ def _reduce(index: int, together: int, port: int) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    asked = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=30)
+    asked = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
+    )
     return asked.stdout.splitlines()[0].strip() if asked.returncode == 0 and asked.stdout else None
 
 

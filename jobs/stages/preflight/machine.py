@@ -64,7 +64,9 @@ def disk_rate(folder: Path, least: float | None) -> tuple[list[str], dict[str, f
                 pass
             rates["read"] = file.tell() / (time.monotonic() - began)
     except OSError as error:
-        return [f"a test file of {PROBED_BYTES >> 20} MiB in {folder} failed ({error.strerror}): free space there, or take another disk"], rates
+        return [
+            f"a test file of {PROBED_BYTES >> 20} MiB in {folder} failed ({error.strerror}): free space there, or take another disk"
+        ], rates
     if least and rates["written"] < least:
         return [
             f"{folder} writes {rates['written'] / 1e6:.0f} MB/s, the states come at up to {least / 1e6:.0f} MB/s: put the run directory on local NVMe, or states.dtype = fp8"
@@ -107,7 +109,12 @@ def memory_limits(gpus: int, shm: Path = SHM) -> Iterator[str]:
 
 
 def writable(context: Context) -> Iterator[str]:
-    folders = {"run directory": context.path, "temporary folder": Path(tempfile.gettempdir()), "HOME": Path.home(), "hub's cache (HF_HUB_CACHE)": Path(hub.cache_folder())}
+    folders = {
+        "run directory": context.path,
+        "temporary folder": Path(tempfile.gettempdir()),
+        "HOME": Path.home(),
+        "hub's cache (HF_HUB_CACHE)": Path(hub.cache_folder()),
+    }
     for name in ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
         if os.environ.get(name):
             folders[name] = Path(os.environ[name])
