@@ -31,7 +31,7 @@ def story(tmp_path_factory):
         uri = "s3://heads/kimi"
         settings = (
             f"push.uri={uri}", f"push.endpoint_url={server.endpoint_url}", "push.path_style=true", "push.part_mib=5", "push.backup_minutes=0.01",
-            f"rental.on_finish=echo $EAGLE3_STATUS $EAGLE3_EXIT_CODE $EAGLE3_PUBLISHED >> {folder}/ended", "train.epochs=6", "train.accumulate=2",
+            f"rental.on_finish=echo $EAGLE3_STATUS $EAGLE3_EXIT_CODE $EAGLE3_PUBLISHED >> {folder}/ended", "rental.hold_minutes=0.1", "train.epochs=6", "train.accumulate=2",
         )  # fmt: skip
         client = server.client()
 
