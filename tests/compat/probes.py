@@ -5,6 +5,7 @@ import pickle
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 
 def outcome(call) -> str:
@@ -27,7 +28,7 @@ def start_up() -> dict:
     return {"seconds": seconds, "heavy": sorted({"torch", "vllm", "speculators", "transformers"} & sys.modules.keys())}
 
 
-def refusals() -> dict:
+def refusals(folder: str) -> dict:
     """Signatures no shim knows, in modules that are loaded before compat is applied."""
     import vllm.config.scheduler
     import vllm.model_executor.models.deepseek_v2 as decoder
@@ -38,6 +39,7 @@ def refusals() -> dict:
 
     import compat
     from compat import doctor, kimi_k25_eagle3, registry
+    from jobs.stages import preflight
 
     before = {
         "scheduler": vllm.config.scheduler.SchedulerConfig.__init__,
@@ -56,6 +58,7 @@ def refusals() -> dict:
         "known_patched": registry.original(pool.BlockPool.cache_full_blocks) is cache and pool.BlockPool.cache_full_blocks is not cache,
         "unknown_name": outcome(lambda: compat.apply(["scheduler_confg"])),
         "doctor": {shim.name: doctor.examine(shim)["note"] for shim in registry.shims()[:3]},
+        "preflight": list(preflight.CHECKS["shims"](SimpleNamespace(path=Path(folder)), {})),
     }
 
 

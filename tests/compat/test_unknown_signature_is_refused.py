@@ -5,8 +5,8 @@ from probing import run_probe
 
 
 @pytest.fixture(scope="module")
-def seen():
-    return run_probe("refusals")
+def seen(tmp_path_factory):
+    return run_probe("refusals", tmp_path_factory.mktemp("run"))
 
 
 def test_refusal_names_function_found_and_known_arguments(seen):
@@ -40,3 +40,8 @@ def test_doctor_shows_the_refusals(seen):
     assert "does not know" in seen["doctor"]["scheduler_config"]
     assert "does not know" in seen["doctor"]["kimi_k25_eagle3"]
     assert seen["doctor"]["kv_cache_helpers"] is None
+
+
+def test_preflight_names_each_before_anything_is_paid_for(seen):
+    refused = [sentence for sentence in seen["preflight"] if "does not know" in sentence]
+    assert sorted(sentence.split(":")[0] for sentence in refused) == ["shim kimi_k25_eagle3", "shim scheduler_config"]

@@ -154,6 +154,18 @@ def test_a_check_that_hangs_is_a_problem_of_its_own(tmp_path, monkeypatch):
             preflight.run(context(tmp_path / "disk"))
 
 
+def test_another_vllm_and_none(tmp_path, monkeypatch):
+    """By what the packages on the path say of themselves."""
+    made = context(tmp_path)
+    assert looked(made, "versions") == []
+    (tmp_path / "site" / "vllm-0.17.1.dist-info").mkdir(parents=True)
+    (tmp_path / "site" / "vllm-0.17.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.17.1\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path / "site")])
+    assert "vllm is 0.17.1, this bundle is made for 0.16.0" in looked(made, "versions")[0]
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert "vLLM is not installed: use the image" in looked(made, "versions")[0]
+
+
 # The machine ----------------------------------------------------------------------------------------
 
 
@@ -205,6 +217,17 @@ def test_a_folder_this_user_cannot_write(tmp_path, monkeypatch):
         )
         == 78
     )
+
+
+def test_a_volume_that_is_mounted_read_only(tmp_path, monkeypatch):
+    """For root too, whom no permission stops."""
+    with small_disk(tmp_path / "volume", 4) as folder:
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
+        (sentence,) = looked(context(tmp_path), "writable")
+        assert f"VLLM_CACHE_ROOT {folder} cannot be written by user 0 (Read-only file system): mount it writable" in sentence
+        with pytest.raises(MustFix, match="Read-only file system|read-only"):
+            context(folder)
 
 
 @pytest.fixture
@@ -270,9 +293,9 @@ def test_a_bucket_that_may_be_read_only(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("serve", [lambda folder: s3_servers.moto_server(), ceph_server], ids=["moto", "ceph"])
-@pytest.mark.parametrize("allowed", [(), ("ListBucket", "GetObject")])
+@pytest.mark.parametrize("allowed", [(), ("ListBucket", "GetObject"), ("ListBucket", "GetObject", "PutObject")])
 def test_a_key_without_permission(tmp_path, monkeypatch, allowed, serve):
-    """Both enforce IAM's policies: nothing is allowed, or reading alone."""
+    """Both enforce IAM's policies: nothing is allowed, or reading alone, or all but to delete."""
     with serve(tmp_path / "store") as server:
         server.make_bucket("heads")
         for name, value in server.key_that_may(*allowed).items():

@@ -1,9 +1,14 @@
-"""Preflight on GPUs: what each answer of the probe leads to, and the probe itself where there are some."""
+"""Preflight on GPUs: what each answer of the probe leads to, the probe itself where there are some, and a driver that fails."""
 
+import os
 import re
+import time
 
 import pytest
 
+from jobs import run
+from jobs.job_file import load
+from jobs.reporting.display import Display
 from jobs.stages import preflight
 from jobs.stages.preflight import gpus
 
@@ -74,3 +79,47 @@ def test_a_kernel_and_a_sum_on_the_gpus_that_are_here():
         pytest.skip("needs a CUDA device")
     sentences, found = gpus.problems(count, 0)
     assert sentences == [] and len(found["gpus"]) == count
+
+
+@pytest.fixture
+def driver_says(tmp_path, monkeypatch):
+    """Puts a driver's tool of these shell lines on PATH."""
+
+    def put(lines):
+        tool = tmp_path / "bin" / "nvidia-smi"
+        tool.parent.mkdir()
+        tool.write_text(f"#!/bin/sh\n{lines}\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "ended with 18: Failed to initialize NVML"),
+        ("exec sleep 60", "did not answer within 0"),
+    ],
+)
+def test_a_driver_that_fails_or_hangs_is_told_with_its_words(tmp_path, driver_says, monkeypatch, lines, said):
+    """As after a GPU is lost or a driver was updated: the run begins, and preflight says it instead of `--gpus all`."""
+    driver_says(lines)
+    monkeypatch.setattr(run, "DRIVER_SECONDS", 0.5)
+    settings = load("smoke", overrides=["train.device=cuda"], environment={})
+    directory, began = run.RunDirectory(tmp_path / "run"), time.monotonic()
+    directory.begin(settings)
+    (sentence,) = preflight.CHECKS["gpus"](run.Context(settings, directory, Display.open("plain")), {})
+    assert time.monotonic() - began < 10 and directory.ledger["machine"]["gpus"] == []
+    assert f"no GPU is visible (nvidia-smi {said}" in sentence and "mend the driver" in sentence and "--gpus all" not in sentence
+
+
+def test_a_gpu_that_the_driver_names_and_torch_cannot_open(driver_says):
+    """The probe in its own process, with this machine's torch."""
+    if preflight.visible_gpus():
+        pytest.skip("torch opens the GPUs of this machine")
+    driver_says('case "$*" in *driver_version*) echo 570.86.15 ;; *) echo "NVIDIA B300 SXM6 AC" ;; esac')
+    assert preflight.visible_gpus() == ["NVIDIA B300 SXM6 AC"]
+    (sentence,), found = gpus.problems(8, 540e9, 8)
+    assert found["driver"] == "570.86.15" and found["gpus"] == []
+    assert sentence.startswith("nvidia-smi is here but torch sees no GPU (") and "start the container with --gpus all" in sentence

@@ -1,8 +1,10 @@
 """What a person can get wrong about a destination: one sentence with place and remedy, the right exit code, at once."""
 
+import datetime
 import os
 import time
 
+import botocore.auth
 import pytest
 from publications import make_head
 
@@ -71,6 +73,14 @@ def test_a_user_who_was_locked_out(server, bucket, settings, monkeypatch, tmp_pa
     for name, value in key.items():
         monkeypatch.setenv(name, value)
     refusals(every_call(f"s3://{bucket}/head", settings, tmp_path), MustFix, "The endpoint refuses the credentials: UserSuspended")
+
+
+@pytest.mark.parametrize("server", ["rclone", "ceph"], indirect=True)
+def test_a_clock_that_is_hours_off(server, bucket, settings, monkeypatch, tmp_path):
+    """The server refuses what was signed two hours ahead of it."""
+    clock = botocore.auth.get_current_datetime
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *given: clock(*given) + datetime.timedelta(hours=2))
+    refusals(every_call(f"s3://{bucket}/head", settings, tmp_path), MustFix, r"This machine's clock is wrong \(s3://.*\): set the clock")
 
 
 def test_no_credentials_at_all(monkeypatch, tmp_path):

@@ -28,7 +28,7 @@ from jobs.backup import backup_uri, folder_of
 from jobs.errors import Interrupted, JobError, MustFix, TryAgain
 from jobs.reporting import plan as planning
 from jobs.reporting.machines import MACHINES, Machine
-from jobs.run import Context
+from jobs.run import Context, asked_driver
 from jobs.run import gpus as visible_gpus
 from jobs.settings import Settings
 from jobs.stages import hub
@@ -188,9 +188,9 @@ def _shims(context: Context, measured: dict[str, Any]) -> Iterator[str]:
 
 def _gpus(context: Context, measured: dict[str, Any]) -> Iterable[str]:
     settings = context.settings
-    names = visible_gpus()
+    names, silent = asked_driver("name")
     if not names:
-        return list(_without_gpus(settings))
+        return list(_without_gpus(settings, silent))
     together = settings.verifier.tensor_parallel_size
     named = _machine(settings)
     nvlink = named is not None and named.name in NVLINK
@@ -198,12 +198,16 @@ def _gpus(context: Context, measured: dict[str, Any]) -> Iterable[str]:
     return sentences
 
 
-def _without_gpus(settings: Settings) -> Iterator[str]:
+def _without_gpus(settings: Settings, silent: str | None) -> Iterator[str]:
+    """silent: why the driver, which is here, names none."""
     wanted = settings.verifier.tensor_parallel_size
+    why, remedy = (
+        (f" ({silent})", "mend the driver of this machine, or rent another") if silent else ("", "start the container with --gpus all")
+    )
     if settings.train.device == "cuda":
-        yield "train.device = cuda but no GPU is visible: start the container with --gpus all, or choose cpu"
+        yield f"train.device = cuda but no GPU is visible{why}: {remedy}, or choose cpu"
     elif _verifier_bytes(settings) > planning.LARGEST_ON_CPU:
-        yield f"no GPU is visible for the verifier's {_verifier_bytes(settings) / 1e9:.0f} GB: start the container with --gpus all"
+        yield f"no GPU is visible for the verifier's {_verifier_bytes(settings) / 1e9:.0f} GB{why}: {remedy}"
     if wanted > (os.cpu_count() or 1):
         yield f"verifier.tensor_parallel_size = {wanted} on {os.cpu_count()} CPU cores and no GPU: lower it"
 

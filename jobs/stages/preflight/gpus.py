@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from jobs.ports import free_port
+from jobs.run import asked_driver
 
 PROBE_SECONDS = 100  # compiling for a new architecture and NCCL's start take up to half a minute on a busy box
 REDUCE_SECONDS = 45
@@ -136,7 +137,7 @@ def measure(together: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "cuda": str(torch.version.cuda),
         "architectures": torch.cuda.get_arch_list(),
-        "driver": _driver(),
+        "driver": next(iter(asked_driver("driver_version")[0]), None),
         "ptxas": os.environ.get("TRITON_PTXAS_PATH"),
         "gpus": [],
     }
@@ -224,13 +225,6 @@ def _reduce(index: int, together: int, port: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     rate = times * REDUCED_BYTES * 2 * (together - 1) / together / (time.perf_counter() - began)
     return {"ranks": together, "bytes": REDUCED_BYTES, "bus_bytes_per_second": rate}
-
-
-def _driver() -> str | None:
-    asked = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
-    )
-    return asked.stdout.splitlines()[0].strip() if asked.returncode == 0 and asked.stdout else None
 
 
 if __name__ == "__main__":
