@@ -81,10 +81,12 @@ RUN --mount=type=bind,from=installer,source=/opt/installer,target=/opt/installer
  && /opt/venv/bin/python -c 'import vllm' \
  && rm -rf /data/*
 ENV PATH=/opt/venv/bin:$PATH
+# A clone made under a strict umask is its owner's alone, and the layer would be root's alone.
 COPY . /opt/eagle3-job
 RUN --mount=type=bind,from=installer,source=/opt/installer,target=/opt/installer \
     /opt/installer/bin/uv pip install --python /opt/venv --no-cache --offline --no-deps --no-build-isolation --editable /opt/eagle3-job \
  && python -m compileall -q /opt/eagle3-job \
+ && find /opt/eagle3-job ! -perm -o=r -exec chmod a+rX {} + \
  && rm -rf /data/*
 ARG REVISION=unknown
 LABEL org.opencontainers.image.revision="${REVISION}"
@@ -105,6 +107,7 @@ COPY . /opt/eagle3-job
 RUN --mount=type=bind,from=installer,source=/opt/installer,target=/opt/installer \
     /opt/installer/bin/uv pip install --python "$(command -v python3)" --break-system-packages --no-cache --offline --no-deps --no-build-isolation --editable /opt/eagle3-job \
  && python3 -m compileall -q /opt/eagle3-job \
+ && find /opt/eagle3-job ! -perm -o=r -exec chmod a+rX {} + \
  && rm -rf /data/*
 ARG REVISION=unknown
 LABEL org.opencontainers.image.revision="${REVISION}"

@@ -91,6 +91,10 @@ say "base image is ready"
 # --- build ------------------------------------------------------------------------------------------------------------
 rm -rf "$work/context"
 cp -r "$clone" "$work/context"
+# What may lie in a clone and must not get into a layer: the file of secrets, and a run.
+mkdir -p "$work/context/runs/hero"
+echo HF_TOKEN=hf_planted | tee "$work/context/eagle3-job.env" >"$work/context/runs/hero/log.txt"
+chmod -R go-rwx "$work/context" # as cloned under a strict umask; the image is for any user
 build() { # target, tag, base, then more arguments; output goes to $work/build-TAG.log
   local target=$1 tag=$2 from=$3
   shift 3
@@ -125,6 +129,8 @@ label() { $docker image inspect -f "{{index .Config.Labels \"$1\"}}" eagle3-job:
 check "labels carry the revision" equals "$(label org.opencontainers.image.revision)" 0123abc
 check "labels carry vLLM's version" equals "$(label eagle3-job.vllm)" 0.16.0
 check "the user is not root" equals "$($docker run --rm --network none --entrypoint id eagle3-job:cpu -u)" 10001
+planted=$($docker run --rm --network none --entrypoint grep eagle3-job:cpu -rlsF hf_planted /opt/eagle3-job; echo "rc=$?")
+check "no secret and no run that lies in the clone is in it" equals "$planted" "rc=1"
 check "a wrong command line exits with 2" equals "$($docker run --rm --network none eagle3-job:cpu no-such-job >/dev/null 2>&1; echo $?)" 2
 check "it runs on a read-only root" $docker run --rm --network none --read-only --tmpfs /tmp eagle3-job:cpu --version
 mkdir -p "$work/root-owned"
@@ -161,6 +167,8 @@ start=$SECONDS
 $docker stop -t 60 "$job" >/dev/null
 check "SIGTERM ends it within 30 s ($((SECONDS - start)) s)" test $((SECONDS - start)) -lt 30
 check "with exit code 75" equals "$($docker inspect -f '{{.State.ExitCode}}' "$job")" 75
+outside=$($docker diff "$job" | awk '$2 !~ /^\/tmp(\/|$)/')
+check "and nothing was written outside the volume and /tmp" equals "$outside" ""
 check "and the JSON line says so" contains "$($docker logs "$job" 2>/dev/null | tail -n 1)" '"status": "interrupted"'
 
 # The same volume through compose, in the S3 server's network.

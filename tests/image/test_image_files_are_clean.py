@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from jobs.settings import PushSettings
+from jobs.stages.preflight import VLLM
 from jobs.storage.saved_run import RunSaver
 
 CLONE = Path(__file__).parents[2]
@@ -65,7 +66,7 @@ def test_gpu_jobs_reserve_what_they_need(job):
     device = service["deploy"]["resources"]["reservations"]["devices"][0]
     assert device["driver"] == "nvidia" and device["count"] == -1
     assert int(service["shm_size"]) >= 16 << 30
-    assert service["ulimits"]["memlock"] == -1
+    assert service["ulimits"]["memlock"] == -1 and service["ulimits"]["stack"] >= 64 << 20
     assert service["build"]["target"] == "gpu"
     assert service["build"]["args"]["BASE_IMAGE"] == "vllm/vllm-openai:v0.16.0-cu130"
 
@@ -79,6 +80,39 @@ def test_every_job_keeps_its_data_on_the_one_volume_and_has_time_to_save():
         assert service["restart"] == "no"
     folder = compose("smoke", EAGLE3_DATA="/mnt/nvme/eagle3")["services"]["smoke"]["volumes"][0]
     assert (folder["type"], folder["source"]) == ("bind", "/mnt/nvme/eagle3")
+
+
+@pytest.mark.parametrize("job", ["hero", "local-test", "smoke"])
+def test_a_job_gets_the_shells_secrets_and_what_the_file_beside_says(tmp_path, job):
+    """The file wins, but only where it says something; what neither says is not there, for an empty key would be taken."""
+    (tmp_path / "entrypoints").mkdir()
+    for name in ("docker-compose.yml", "entrypoints/compose.env"):
+        (tmp_path / name).write_bytes((CLONE / name).read_bytes())
+    secrets = {"HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "EAGLE3_WEBHOOK"}
+    shell = {"HF_TOKEN": "of the shell", "AWS_ACCESS_KEY_ID": "of the shell"}
+
+    def environment():
+        command = [BIN / "docker-compose", "--profile", job, "config", "--format", "json"]
+        outside = {name: value for name, value in os.environ.items() if name not in secrets}
+        shown = subprocess.run(command, cwd=tmp_path, env=outside | shell, capture_output=True, text=True, timeout=60, check=True)
+        return json.loads(shown.stdout)["services"][job].get("environment", {})
+
+    assert environment() == shell
+    (tmp_path / "eagle3-job.env").write_text("AWS_ACCESS_KEY_ID=of the file\nEAGLE3_PUSH__URI=s3://heads/one\n")
+    assert environment() == shell | {"AWS_ACCESS_KEY_ID": "of the file", "EAGLE3_PUSH__URI": "s3://heads/one"}
+
+
+def test_home_and_every_cache_lie_on_the_volume():
+    """What is compiled or downloaded into a container's own layer is paid for again at its next start."""
+    text = (CLONE / "Dockerfile").read_text()
+    places = dict(re.findall(r"\b(HOME|\w+_HOME|\w+_CACHE_ROOT|\w+_CACHE_DIR)=(\S+)", text))
+    assert places.keys() >= {"HOME", "XDG_CACHE_HOME", "HF_HOME", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"}
+    assert {place.split("/")[1] for place in places.values()} == {"data"}
+    assert set(re.findall(r"^VOLUME (.+)$", text, flags=re.MULTILINE)) == {"/data"}
+
+
+def test_the_base_is_asked_for_the_vllm_that_preflight_asks_for():
+    assert re.findall(r"lacking\.py --vllm (\S+)", (CLONE / "Dockerfile").read_text()) == [VLLM]
 
 
 def test_the_build_context_holds_the_project_and_nothing_else():
