@@ -263,9 +263,7 @@ def _withdraw(place: Destination, manifest: Manifest, state: UploadState) -> Non
 
 
 def _another_head(uri: str) -> MustFix:
-    return MustFix(
-        "Another head is published there", where=uri, remedy="choose another address, or remove that one first"
-    )
+    return MustFix("Another head is published there", where=uri, remedy="choose another address, or remove that one first")
 
 
 def _claim(place: Destination, manifest: Manifest, state: UploadState) -> None:
@@ -312,9 +310,7 @@ def _read_back(place: Destination, entry: FileEntry, state: UploadState) -> None
     if digest.hexdigest() != entry.sha256:
         state.forget(entry.name)
         place.delete(entry.name)
-        raise TryAgain(
-            f"{entry.name} came back with another sha256", where=place.uri, remedy="run the same command again"
-        )
+        raise TryAgain(f"{entry.name} came back with another sha256", where=place.uri, remedy="run the same command again")
 
 
 def _seal(place: Destination, manifest: Manifest, state: UploadState, threads: int) -> None:
@@ -333,9 +329,7 @@ def _seal(place: Destination, manifest: Manifest, state: UploadState, threads: i
             )
         if found[1] not in (None, entry.sha256):
             state.forget(entry.name)
-            raise TryAgain(
-                f"{entry.name} was changed by somebody else", where=place.uri, remedy="run the same command again"
-            )
+            raise TryAgain(f"{entry.name} was changed by somebody else", where=place.uri, remedy="run the same command again")
     place.write_small(MANIFEST, manifest.content, only_if_absent=True)
     if place.read_small(MANIFEST) != manifest.content:
         raise _another_head(place.uri)
@@ -363,9 +357,7 @@ def _already_there(folder: Path, manifest: Manifest) -> bool:
     if not folder.exists():
         return False
     if os.path.ismount(folder):
-        raise MustFix(
-            "The folder is a mount point and cannot appear whole", where=str(folder), remedy="name a folder in it"
-        )
+        raise MustFix("The folder is a mount point and cannot appear whole", where=str(folder), remedy="name a folder in it")
     if not folder.is_dir():
         raise MustFix("The destination of the download is a file", where=str(folder), remedy="name another folder")
     if not any(folder.iterdir()):

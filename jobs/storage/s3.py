@@ -183,7 +183,14 @@ class S3Destination:
                 sent(entry.bytes)
             else:
                 self._multipart.upload(
-                    key, entry, local, state, sent, should_stop, before_it_appears, lambda: self.found(entry.name) == (entry.bytes, entry.sha256)
+                    key,
+                    entry,
+                    local,
+                    state,
+                    sent,
+                    should_stop,
+                    before_it_appears,
+                    lambda: self.found(entry.name) == (entry.bytes, entry.sha256),
                 )
         state.record(entry, done=True)
 
@@ -192,12 +199,7 @@ class S3Destination:
         would replace a published object. A server that cannot list them is left alone."""
         keys = {self.key(entry.name) for entry in entries}
         with contextlib.suppress(ClientError, BotoCoreError):
-            pages = self.client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self.bucket, Prefix=self.key("")
-            )
+            pages = self.client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=self.key(""))
             for upload in [upload for page in pages for upload in page.get("Uploads", [])]:
                 if upload["Key"] in keys:
-                    self.client.abort_multipart_upload(
-                        Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                    )
-
+                    self.client.abort_multipart_upload(Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"])

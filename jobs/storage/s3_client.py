@@ -81,7 +81,9 @@ def explained(error: Exception, uri: str) -> JobError:
         remedy = "set AWS_CA_BUNDLE to a file with its authority's certificate, or correct push.endpoint_url"
         return MustFix(f"The endpoint's certificate is not trusted here: {said}", where=uri, remedy=remedy)
     if isinstance(error, SSLError) and "WRONG_VERSION_NUMBER" in said:
-        return MustFix("The endpoint speaks no TLS", where=uri, remedy="correct push.endpoint_url: its port, or http:// instead of https://")
+        return MustFix(
+            "The endpoint speaks no TLS", where=uri, remedy="correct push.endpoint_url: its port, or http:// instead of https://"
+        )
     if isinstance(error, (HTTPClientError, NoConnectionError, CredentialRetrievalError)):
         return TryAgain(
             f"The endpoint does not answer: {said}",
@@ -91,9 +93,7 @@ def explained(error: Exception, uri: str) -> JobError:
     if isinstance(error, _BROKEN_OFF):
         return TryAgain(f"The connection broke off: {said}", where=uri, remedy="run the same command again")
     if not isinstance(error, ClientError):
-        return MustFix(
-            f"boto3 refuses the destination: {said}", where=uri, remedy="check the address and push.endpoint_url"
-        )
+        return MustFix(f"boto3 refuses the destination: {said}", where=uri, remedy="check the address and push.endpoint_url")
     code, status = error_code(error), http_status(error)
     if code == "NoSuchBucket":
         return MustFix("The bucket does not exist", where=uri, remedy="create it, or correct the address")
@@ -103,7 +103,9 @@ def explained(error: Exception, uri: str) -> JobError:
         remedy = "the key needs s3:ListBucket, GetObject, PutObject, DeleteObject and AbortMultipartUpload there"
         return MustFix(f"The credentials have no permission: {code}", where=uri, remedy=remedy)
     if code in _FULL:
-        return MustFix(f"The bucket is full: {code}", where=uri, remedy="make room there or raise its quota, then run the same command again")
+        return MustFix(
+            f"The bucket is full: {code}", where=uri, remedy="make room there or raise its quota, then run the same command again"
+        )
     if code in _WRONG_REGION:
         return MustFix(f"The bucket is in another region: {code}", where=uri, remedy="set push.region")
     if code == "RequestTimeTooSkewed":
