@@ -308,7 +308,10 @@ class PushSettings(Section):
     uri: str | None = Field(None, description="s3://bucket/prefix or file:///folder; None is the folder `published` of the run directory")
     endpoint_url: str | None = Field(None, description="S3 endpoint of another provider than AWS")
     region: str | None = Field(None, description="Region of the bucket")
-    path_style: bool = Field(False, description="Bucket in the path, not in the host name (MinIO, Ceph, test servers)")
+    path_style: bool | None = Field(
+        None,
+        description="Bucket in the path (true) or in the host name (false); None is in the path at an endpoint_url, in the host name on AWS",
+    )
     checksums: Literal["when_required", "when_supported"] = Field(
         "when_required",
         description="boto3's request_checksum_calculation; the newer default breaks R2, Ceph and OVH, on AWS it spares the MD5 of every part",

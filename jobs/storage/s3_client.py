@@ -178,7 +178,7 @@ def _config(settings: PushSettings, connect_seconds: float) -> Config:
         response_checksum_validation="when_required",  # what comes is compared with its sha256
         signature_version="s3v4",
         s3={
-            "addressing_style": "path" if settings.path_style else "auto",
+            "addressing_style": {True: "path", False: "virtual", None: "auto"}[settings.path_style],
             "payload_signing_enabled": False,  # over plain http a second hash: Content-MD5 or a CRC is signed already
         },
     )
