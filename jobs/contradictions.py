@@ -69,12 +69,22 @@ def contradictions(settings: "Settings") -> list[str]:
         found.append(f"push.backup_uri = {settings.push.backup_uri!r} starts with neither s3:// nor file:///")
     if settings.rental.spending_limit is not None and not settings.rental.price_per_hour:
         found.append("rental.spending_limit needs rental.price_per_hour: nothing is spent at a price of 0")
+    found += _of_prices(settings)
     saved = settings.push.backup_uri is not None and settings.push.backup != "off"
     if settings.rental.on_finish and settings.push.uri is None and not saved:
         found.append(
             "rental.on_finish would end the machine with the only head on it: give push.uri (or push.backup_uri) an address that outlives it, s3://… or a file:///… of another disk"
         )
     return found
+
+
+def _of_prices(settings: "Settings") -> list[str]:
+    if not settings.rental.prices:
+        return []
+    from jobs.reporting.machines import MACHINES
+
+    known = {name for key, machine in MACHINES.items() for name in (key, machine.name)}
+    return [f"rental.prices names {name!r}, `plan` knows {', '.join(MACHINES)}" for name in settings.rental.prices if name not in known]
 
 
 def _of_endpoints(settings: "Settings") -> list[str]:

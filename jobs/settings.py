@@ -6,7 +6,7 @@ laptop and 8 x B300 is in these values.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 from pydantic_core import to_jsonable_python
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -337,7 +337,8 @@ class PushSettings(Section):
 class RentalSettings(Section):
     machine: str = Field("this machine", description="Name of the machine for the ledger and the report")
     price_per_hour: float = Field(0.0, ge=0, description="What an hour costs, for the cost in the ledger")
-    currency: str = Field("USD", description="Currency of the price")
+    prices: dict[str, PositiveFloat] = Field({}, description="What an hour of other machines costs (8x-h200 = 30), for `plan`")
+    currency: str = Field("USD", description="Currency of the prices")
     spot_price_per_hour: float = Field(
         0.0, ge=0, description="What an hour of the same machine costs where it can be taken away; for `plan`"
     )

@@ -111,7 +111,7 @@ def plan(
 
     `rates` None takes the machine's own; a finished run's come from `machines.calibrate` (and
     `machines.transfer` for another machine). `verifier` None looks the model up among the known hub
-    models; another one must be given (`VerifierSize.read`), else MustFix. The price is the machine's own, else `rental.price_per_hour` if `rental.machine` names it.
+    models; another one must be given (`VerifierSize.read`), else MustFix. The price is the machine's own, else the settings' for it.
     """
     verifier = verifier or verifier_size(settings)
     train_gpus = settings.train.processes_on(machine.gpus)
@@ -206,11 +206,13 @@ def _measured(settings: Settings, verifier: VerifierSize, ledger: Mapping[str, A
 
 
 def _price(settings: Settings, machine: Machine) -> float | None:
-    """The settings' price is that of the machine they name; no other machine is planned with it."""
+    """`rental.price_per_hour` is that of the machine the settings name; every other one has that of `rental.prices`."""
     if machine.price_per_hour is not None:
         return machine.price_per_hour
-    named = settings.rental.machine.lower() == machine.name.lower()
-    return settings.rental.price_per_hour or None if named else None
+    rental, key = settings.rental, next((key for key, each in MACHINES.items() if each.name == machine.name), machine.name)
+    if rental.price_per_hour and rental.machine.lower() == machine.name.lower():
+        return rental.price_per_hour
+    return rental.prices.get(key) or rental.prices.get(machine.name)
 
 
 def render_plans(plans: Sequence[Plan], answers: Sequence[str] = ()) -> str:
@@ -291,7 +293,7 @@ def _assumptions(
             f"generation as without generate.speculate = {settings.generate.speculate!r}: what it gains or costs on this machine was not measured"
         )
     lines.append(
-        f"price not set (rental.price_per_hour, with rental.machine = {machine.name!r})"
+        f"price not set (rental.prices, or rental.price_per_hour with rental.machine = {machine.name!r})"
         if price is None
         else f"{price:,.2f} an hour, billed for every second"
     )

@@ -99,6 +99,19 @@ def test_the_command_line_answers():
         assert start in done.stdout
 
 
+def test_each_machine_has_its_own_price():
+    """By key or by name; that of the machine that is rented stands in `rental.price_per_hour`, and no other is planned with it."""
+    made = plans('rental.prices={"8x-h200" = 30, "8 x B200" = 40, "8x-b300" = 1}')
+    for name, price in (("8 x B300", 48), ("8 x B200", 40), ("8 x H200", 30)):
+        assert made[name].cost.high == pytest.approx(made[name].seconds.high / 3600 * price)
+        assert sum(stage.cost.low for stage in made[name].stages) == pytest.approx(made[name].cost.low)
+    assert made["8 x RTX PRO 6000"].cost is None, "no price is invented"
+    assert plans("rental.prices.8x-h200=30")["8 x H200"].cost == made["8 x H200"].cost
+    for wrong, said in (('{"8x-h20" = 30}', "rental.prices names '8x-h20', `plan` knows 8x-"), ('{"8x-h200" = 0}', "greater than 0")):
+        with pytest.raises(MustFix, match=said):
+            plans(f"rental.prices={wrong}")
+
+
 def test_a_range_of_money_is_a_range_of_hours():
     planned = plans()["8 x B300"]
     assert planned.cost == Range(pytest.approx(planned.seconds.low / 75), pytest.approx(planned.seconds.high / 75))
