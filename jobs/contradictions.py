@@ -81,10 +81,9 @@ def contradictions(settings: "Settings") -> list[str]:
 def _of_prices(settings: "Settings") -> list[str]:
     if not settings.rental.prices:
         return []
-    from jobs.reporting.machines import MACHINES
+    from jobs.reporting.machines import MACHINES, called
 
-    known = {name for key, machine in MACHINES.items() for name in (key, machine.name)}
-    return [f"rental.prices names {name!r}, `plan` knows {', '.join(MACHINES)}" for name in settings.rental.prices if name not in known]
+    return [f"rental.prices names {name!r}, `plan` knows {', '.join(MACHINES)}" for name in settings.rental.prices if called(name) is None]
 
 
 def _of_endpoints(settings: "Settings") -> list[str]:

@@ -203,12 +203,16 @@ MACHINES = {
 }
 
 
+def called(name: str) -> Machine | None:
+    """The table's machine of this name (`rental.machine`), which may be its key."""
+    return next((found for key, found in MACHINES.items() if name.lower() in (key, found.name.lower())), None)
+
+
 def machine_of(ledger: Mapping[str, Any]) -> Machine | None:
     """The table's machine of the ledger's run: by `machine.name` as in the table, else by the GPUs' names and number."""
-    names_it = str(figures.mapping(ledger.get("machine")).get("name")).lower()
-    for key, found in MACHINES.items():
-        if names_it in (key, found.name.lower()):
-            return found
+    found = called(str(figures.mapping(ledger.get("machine")).get("name")))
+    if found is not None:
+        return found
     gpus = figures.mapping(ledger.get("machine")).get("gpus")
     names = [str(gpu.get("name", "")) if isinstance(gpu, Mapping) else str(gpu) for gpu in gpus] if isinstance(gpus, list) else []
     device = figures.mapping(figures.mapping(ledger.get("settings")).get("train")).get("device")

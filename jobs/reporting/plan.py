@@ -20,7 +20,7 @@ from rich.text import Text
 from jobs.errors import MustFix
 from jobs.reporting import figures
 from jobs.reporting.display import render
-from jobs.reporting.machines import MACHINES, Machine, Rates, calibrate, for_verifier, machine_of, transfer
+from jobs.reporting.machines import MACHINES, Machine, Rates, calibrate, called, for_verifier, machine_of, transfer
 from jobs.reporting.stage_times import ZERO, StagePlan, fetch_bytes, over_link, stage_times
 from jobs.reporting.workload import KNOWN_VERIFIERS, Range, VerifierSize, Workload, workload
 from jobs.settings import Settings
@@ -159,10 +159,10 @@ def for_all_machines(settings: Settings, ledger: Mapping[str, Any] | None = None
     """
     verifier = verifier_size(settings)
     measured, ran_on = (None, None) if ledger is None else _measured(settings, verifier, ledger)
-    named = settings.rental.machine.lower()
+    named = called(settings.rental.machine)
     # After the named one what the job is written for: a job for a CPU is planned for one in full.
     on_cpu = settings.train.device == "cpu"
-    machines = sorted(MACHINES.values(), key=lambda machine: (machine.name.lower() != named, bool(machine.gpus) == on_cpu))
+    machines = sorted(MACHINES.values(), key=lambda machine: (machine is not named, bool(machine.gpus) == on_cpu))
     plans = []
     for machine in machines:
         if not machine.gpus and verifier.bytes > LARGEST_ON_CPU:
@@ -209,10 +209,14 @@ def _price(settings: Settings, machine: Machine) -> float | None:
     """`rental.price_per_hour` is that of the machine the settings name; every other one has that of `rental.prices`."""
     if machine.price_per_hour is not None:
         return machine.price_per_hour
-    rental, key = settings.rental, next((key for key, each in MACHINES.items() if each.name == machine.name), machine.name)
-    if rental.price_per_hour and rental.machine.lower() == machine.name.lower():
-        return rental.price_per_hour
-    return rental.prices.get(key) or rental.prices.get(machine.name)
+
+    def this_one(name: str) -> bool:
+        found = called(name)
+        return found is not None and found.name == machine.name
+
+    if settings.rental.price_per_hour and this_one(settings.rental.machine):
+        return settings.rental.price_per_hour
+    return next((price for name, price in settings.rental.prices.items() if this_one(name)), None)
 
 
 def render_plans(plans: Sequence[Plan], answers: Sequence[str] = ()) -> str:

@@ -107,6 +107,8 @@ def test_each_machine_has_its_own_price():
         assert sum(stage.cost.low for stage in made[name].stages) == pytest.approx(made[name].cost.low)
     assert made["8 x RTX PRO 6000"].cost is None, "no price is invented"
     assert plans("rental.prices.8x-h200=30")["8 x H200"].cost == made["8 x H200"].cost
+    rented = for_all_machines(settings("rental.machine=8x-h200", "rental.price_per_hour=30"))[0]
+    assert (rented.machine, rented.cost) == ("8 x H200", made["8 x H200"].cost), "the key is a name, too"
     for wrong, said in (('{"8x-h20" = 30}', "rental.prices names '8x-h20', `plan` knows 8x-"), ('{"8x-h200" = 0}', "greater than 0")):
         with pytest.raises(MustFix, match=said):
             plans(f"rental.prices={wrong}")

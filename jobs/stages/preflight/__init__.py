@@ -27,7 +27,7 @@ from typing import Any
 from jobs.backup import backup_uri, folder_of
 from jobs.errors import Interrupted, JobError, MustFix, TryAgain
 from jobs.reporting import plan as planning
-from jobs.reporting.machines import MACHINES, Machine
+from jobs.reporting.machines import MACHINES, called
 from jobs.run import Context, asked_driver
 from jobs.run import gpus as visible_gpus
 from jobs.settings import Settings
@@ -192,7 +192,7 @@ def _gpus(context: Context, measured: dict[str, Any]) -> Iterable[str]:
     if not names:
         return list(_without_gpus(settings, silent))
     together = settings.verifier.tensor_parallel_size
-    named = _machine(settings)
+    named = called(settings.rental.machine)
     nvlink = named is not None and named.name in NVLINK
     sentences, measured["gpus"] = gpus.problems(together, _verifier_bytes(settings), named.gpus if named else None, nvlink)
     return sentences
@@ -212,10 +212,6 @@ def _without_gpus(settings: Settings, silent: str | None) -> Iterator[str]:
         yield f"verifier.tensor_parallel_size = {wanted} on {os.cpu_count()} CPU cores and no GPU: lower it"
 
 
-def _machine(settings: Settings) -> Machine | None:
-    return next((found for key, found in MACHINES.items() if settings.rental.machine.lower() in (key, found.name.lower())), None)
-
-
 def _verifier_bytes(settings: Settings) -> float:
     try:
         return planning.verifier_size(settings).bytes
@@ -226,7 +222,7 @@ def _verifier_bytes(settings: Settings) -> float:
 def _planned(settings: Settings) -> planning.Plan | None:
     """The job's plan on the machine it names (rates matter for the disk alone), or None where the verifier is unknown."""
     try:
-        return planning.plan(settings, None, _machine(settings) or MACHINES["cpu"])
+        return planning.plan(settings, None, called(settings.rental.machine) or MACHINES["cpu"])
     except MustFix:
         return None
 
@@ -248,7 +244,7 @@ def _disk(context: Context, measured: dict[str, Any]) -> Iterator[str]:
     copy = folder_of(backup_uri(context.settings, context.path) or "")
     if copy is not None and shutil.disk_usage(copy).total:  # /proc and its like have none: the destination's check says so
         yield from machine.disk(copy, expected_bytes(context.settings), 0)
-    planned, named = _planned(context.settings), _machine(context.settings)
+    planned, named = _planned(context.settings), called(context.settings.rental.machine)
     least = None
     if planned is not None and named is not None and named.gpus:
         writing = planned.stage("generate.train")
