@@ -144,6 +144,33 @@ def test_ci_calls_the_command_of_the_readme():
     assert "./entrypoints/local test" in (CLONE / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("tests", "image", "expected", "said"),
+    [
+        (0, 0, 0, None),
+        (1, 0, 1, None),
+        (0, 1, 1, "the image test failed with exit code 1"),
+        (0, 75, 75, "the image test failed with exit code 75"),
+        (0, 78, 0, "the image was not tested: this machine cannot run an engine"),
+    ],
+)
+def test_ci_is_green_only_where_tests_and_image_are(tmp_path, tests, image, expected, said):
+    """The script as it is, between a set of tests and an image test that end with these codes."""
+    for folder in (".ci", "entrypoints"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / ".ci/run").write_bytes((CLONE / ".ci/run").read_bytes())
+    local = f'case "$1" in test) echo 5 passed; exit {tests} ;; test-image) touch built; exit {image} ;; esac'
+    (tmp_path / "entrypoints/local").write_text(f"#!/bin/sh\n{local}\n")
+    for script in (".ci/run", "entrypoints/local"):
+        (tmp_path / script).chmod(0o755)
+    done = run(tmp_path / ".ci/run")
+    lines = done.stdout.splitlines()
+    assert done.returncode == expected and (said in lines if said else len(lines) in (1, 2))
+    assert (tmp_path / "built").exists() == (tests == 0)
+    if expected == 0:
+        assert lines[-1] == "5 passed", "pytest's closing line comes last"
+
+
 def test_healthy_means_written_lately(tmp_path):
     (tmp_path / "home").mkdir()
     healthy = CLONE / "entrypoints" / "healthy"
