@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from jobs.errors import EXIT_DONE, JobError
+from jobs.errors import EXIT_DONE, Interrupted, JobError, bug
 
 # Before torch and vLLM are imported, in this process and all it starts. vLLM logs to standard output unless told
 # otherwise, and reports its use to its makers. OpenMP's active waiting makes two threads on a busy machine 20 to 60
@@ -70,14 +70,10 @@ def _run(arguments: list[str]) -> tuple[int, dict[str, Any]]:
         )
     except JobError as error:
         return _report(error, arguments)
-    except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, (KeyboardInterrupt, click.Abort)):
-            return 75, _failure("interrupted", 75, {"message": "Stopped by SIGINT", "where": None, "remedy": "run the same command again"})
-        return _report(
-            JobError(f"This is a bug: {type(error).__name__}: {error}", remedy="run again with --debug and report the traceback"),
-            arguments,
-            error,
-        )
+    except (KeyboardInterrupt, click.Abort) as error:
+        return _report(Interrupted("Stopped by SIGINT", remedy="run the same command again"), arguments, error)
+    except Exception as error:
+        return _report(bug(error), arguments, error)
 
 
 def _report(error: JobError, arguments: list[str], cause: BaseException | None = None) -> tuple[int, dict[str, Any]]:
@@ -85,7 +81,7 @@ def _report(error: JobError, arguments: list[str], cause: BaseException | None =
         traceback.print_exception(cause or error)
     with contextlib.suppress(OSError):  # nobody may be listening any more; the exit code still has to be this one
         click.echo(f"eagle3-job: {_sentence_or_list(error)}", err=True)
-    status = "interrupted" if type(error).__name__ == "Interrupted" else "failed"
+    status = "interrupted" if isinstance(error, Interrupted) else "failed"
     return error.exit_code, _failure(status, error.exit_code, error.as_dict()) | getattr(error, "summary", {})
 
 
@@ -110,7 +106,7 @@ def cli() -> None:
     """
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line of standard output.")
+json_option = click.option("--json", "as_json", is_flag=True, help="One line of JSON on standard output, on failure too.")
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="One setting, e.g. train.epochs=2 (TOML's notation)."

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from entrypoints.answers import planned, summary
 from jobs.environment import ENVIRONMENT_PREFIX
 from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix
 from jobs.job_file import load
 from jobs.rental import LAST_WORDS_SECONDS, RentalClock, RentalWatch, ended, say_what_is_saved
-from jobs.run import ON_REQUEST, STAGES, Context, RunDirectory, is_asked_for
+from jobs.run import ON_REQUEST, STAGES, Context, RunDirectory, StopSignal, is_asked_for
 from jobs.settings import RentalSettings, Settings
 
 
@@ -29,13 +30,14 @@ def job(
     job_name = _job_name(name, overrides)
     path = run_dir or Path("runs") / job_name
     if dry_run:
-        return _planned(load(name, overrides=overrides, base=_earlier_settings(path, job_name)), path)
+        return planned(_asked_for(redo, load(name, overrides=overrides, base=_earlier_settings(path, job_name))), path)
     with _failure_ends_rental(lambda: load(name, overrides=overrides), path):
         if resume_from:
             from jobs.backup import bring_back
 
             bring_back(resume_from, path, load(name, overrides=overrides))
         settings = load(name, overrides=overrides, base=_earlier_settings(path, job_name))
+    _asked_for(redo, settings)
     file = None
     with contextlib.suppress(MustFix):  # by itself it may be incomplete: what counts is what it is together with the rest
         file = load(name, environment={})
@@ -45,7 +47,7 @@ def job(
 def stage(name: str, path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     _known_stage(name)
     base = RunDirectory(path, read_only=True).ledger["settings"]
-    settings = load("smoke", overrides=overrides, base=base)
+    settings = _asked_for([name], load("smoke", overrides=overrides, base=base))
     if name == "train" and int(os.environ.get("RANK", 0)):
         from jobs.draft.team import train_along
 
@@ -100,7 +102,7 @@ def status(path: Path) -> dict[str, Any]:
 
     ledger = RunDirectory(path, read_only=True).ledger
     expected, text = forecast(ledger), f"{summary_text(ledger)}\n{told(ledger)}"
-    return _summary(ledger, path, loads=ledger["verifier_loads"]) | {
+    return summary(ledger, path, loads=ledger["verifier_loads"]) | {
         "exit_code": EXIT_DONE,
         "run_exit_code": ledger["exit_code"],
         "forecast": expected,
@@ -127,7 +129,6 @@ def pull(uri: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def save(path: Path, uri: str, overrides: Sequence[str]) -> dict[str, Any]:
     """The run itself to a bucket or folder, hidden states and newest checkpoint included; nobody may work in it meanwhile."""
-    from jobs.run import StopSignal
     from jobs.storage.saved_run import RunSaver
 
     run = RunDirectory(path)
@@ -221,20 +222,22 @@ def _as_job_error(error: Exception, path: Path) -> JobError:
 def _work(
     settings: Settings, path: Path, *, redo: Sequence[str], force: bool, only: str | None, report: bool, file: Settings | None, began: float | None
 ) -> dict[str, Any]:  # fmt: skip
-    from jobs.pipeline import run_pipeline, translate
-    from jobs.reporting.display import Display
-    from jobs.reporting.forecast import forecast
-    from jobs.stages.generate import start_engine
-
-    run = RunDirectory(path)
+    should_stop = StopSignal()
     with contextlib.ExitStack() as stack:
+        # Before the imports: they take seconds, and a signal then would end the process without a word, with 143.
+        should_stop.install()
+        stack.callback(should_stop.restore)
+        from jobs.pipeline import run_pipeline, translate
+        from jobs.reporting.display import Display
+        from jobs.reporting.forecast import forecast
+        from jobs.stages.generate import start_engine
+
+        run = RunDirectory(path)
         stack.callback(run.close)
         terminal = stack.enter_context(noise_in(run.path / "log.txt"))
         display = Display.open(stream=terminal, outlook=lambda: (forecast(run.counted()) or {}).get("line"))
         stack.callback(display.close)
-        context = Context(settings, run, display, start_engine=start_engine, force=force)
-        context.should_stop.install()
-        stack.callback(context.should_stop.restore)
+        context = Context(settings, run, display, should_stop=should_stop, start_engine=start_engine, force=force)
         if report and only is None:
             stack.callback(_last_words, run, display)
         try:
@@ -243,7 +246,7 @@ def _work(
             run.event("run started", job=settings.job.name, force=force, redo=list(redo), only=only)
             with _guarded(context, began) if report and only != "push" else contextlib.nullcontext():
                 final = run_pipeline(context, redo=redo, only=only)
-            return _summary(run.ledger, path, context.loads) | {"status": final, "exit_code": EXIT_DONE, "unsaved": _unsaved(context)}
+            return summary(run.ledger, path, context.loads) | {"status": final, "exit_code": EXIT_DONE, "unsaved": _unsaved(context)}
         except Exception as error:
             translated = translate(error, run.path)
             if run.ledger.get("status") == "running":  # it did not come to the first stage
@@ -251,7 +254,7 @@ def _work(
                 run.save()
             _complete(translated, context)
             # What the person reads as JSON tells where the run stands, on failure too.
-            translated.summary = _summary(run.ledger, path, context.loads) | {
+            translated.summary = summary(run.ledger, path, context.loads) | {
                 "exit_code": translated.exit_code,
                 "error": translated.as_dict(),
                 "unsaved": _unsaved(context),
@@ -331,45 +334,6 @@ def _last_words(run: RunDirectory, display: Any) -> None:
         display.note(f"the report could not be written: {error}")
 
 
-def _summary(ledger: dict[str, Any], path: Path, loads: int) -> dict[str, Any]:
-    stages = {
-        name: {"state": s["state"], "seconds": s.get("seconds", 0.0), "counts": s.get("counts") or {}}
-        for name, s in ledger.get("stages", {}).items()
-    }
-    return {
-        "status": ledger.get("status"), "exit_code": ledger.get("exit_code"), "error": ledger.get("error"), "run_dir": str(path.absolute()), "stages": stages,
-        "verifier_loads": loads, "acceptance": {name: figure["mean"] for name, figure in ledger.get("acceptance", {}).items()},
-        "published": ledger.get("published"), "cost": ledger.get("cost"), "saved": _saved(path),
-    }  # fmt: skip
-
-
-def _saved(path: Path) -> dict[str, Any] | None:
-    """Where the run itself was saved last, for --resume-from."""
-    from jobs.storage.saved_run import record_of
-
-    record = record_of(path)
-    return {"uri": record["uri"], "at": record["saved"]} if "uri" in record else None
-
-
-def _planned(settings: Settings, path: Path) -> dict[str, Any]:
-    from jobs.reporting import plan as planning
-
-    lines = [f"{settings.job.name} would run in {path.absolute()}:", ""]
-    lines += [f"  {name}" for name in STAGES if is_asked_for(name, settings)]
-    try:
-        plans = planning.for_all_machines(settings, None)
-        lines += ["", planning.render_plans(plans)]
-    except MustFix as error:  # a verifier of unknown shape: fetch will tell it, the run needs no plan
-        plans = []
-        lines += ["", f"No plan: {error.sentence()}"]
-    return {
-        "status": "planned", "exit_code": EXIT_DONE, "error": None, "run_dir": str(path.absolute()),
-        "stages": {name: {"state": "pending", "seconds": 0.0, "counts": {}} for name in STAGES if name not in ON_REQUEST}, "verifier_loads": 0, "acceptance": {}, "published": None,
-        "on_request": [name for name in ON_REQUEST if is_asked_for(name, settings)],
-        "cost": {"amount": 0.0, "currency": settings.rental.currency}, "settings": settings.as_dict(), "plans": [p.as_dict() for p in plans], "text": "\n".join(lines),
-    }  # fmt: skip
-
-
 def _job_name(job: str, overrides: Sequence[str]) -> str:
     """job.name as the file, the environment and --set make it: what the run directory is named after."""
     given = {name: text for name, text in os.environ.items() if name.startswith(f"{ENVIRONMENT_PREFIX}JOB__")}
@@ -391,3 +355,11 @@ def _earlier_settings(path: Path, name: str) -> dict[str, Any] | None:
 def _known_stage(name: str) -> None:
     if name not in STAGES:
         raise MustFix(f"There is no stage {name!r}", where="command line", remedy=f"the stages are {', '.join(STAGES)}")
+
+
+def _asked_for(stages: Sequence[str], settings: Settings) -> Settings:
+    """The settings, where a run under them has these stages: one that it has not would be passed over without a word."""
+    for name in stages:
+        if not is_asked_for(name, settings):
+            raise MustFix(f"This run has no stage {name!r}", where="command line", remedy=f"ask for it by setting {ON_REQUEST[name]}")
+    return settings

@@ -63,3 +63,10 @@ class TryAgain(JobError):
 
 class Interrupted(TryAgain):
     """SIGTERM, SIGINT or a deadline: everything finished so far is saved."""
+
+
+def bug(error: BaseException, where: str | None = None) -> JobError:
+    """What nobody expected, in the form every other error has."""
+    return JobError(
+        f"This is a bug: {type(error).__name__}: {error}", where=where, remedy="run again with --debug and report the traceback"
+    )

@@ -27,15 +27,21 @@ def job_file(job: str | Path) -> Path:
     """The settings file of a job: one of the three shipped by name, or any .toml file by path."""
     path = Path(__file__).parent / f"{job}.toml" if str(job) in JOBS else Path(job)
     if not path.is_file():
-        raise MustFix(f"There is no job {str(job)!r}", where=str(path), remedy=f"take one of {', '.join(JOBS)} or a path to a .toml file")
+        raise MustFix(
+            f"There is no job {str(job)!r}", where=str(path.absolute()), remedy=f"take one of {', '.join(JOBS)} or a path to a .toml file"
+        )
     return path
 
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))  # TOML is UTF-8 in any locale
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise MustFix("The job file is not text in UTF-8", where=str(path), remedy="name a TOML file, or save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
         raise MustFix(f"The job file is not valid TOML: {error}", where=str(path), remedy="correct that line") from error
+    except OSError as error:
+        raise MustFix(f"The job file cannot be read: {error.strerror}", where=str(path), remedy="give this user read permission") from error
 
 
 def load(

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix
+from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix, bug
 from jobs.run import ON_REQUEST, PAID_STAGES, STAGES, Context, identify, is_asked_for, now
 from jobs.stages import baseline, evaluate, fetch, generate, live, package, preflight, prompts, push, scaling, train, vocab
 
@@ -223,9 +223,7 @@ def translate(error: Exception, path: Path) -> JobError:
             f"The GPU's memory is used up: {str(error).splitlines()[0]}", where=str(path),
             remedy="lower verifier.gpu_memory_utilization if the verifier is loaded, and see what else runs on that GPU",
         )  # fmt: skip
-    return JobError(
-        f"This is a bug: {type(error).__name__}: {error}", where=str(path), remedy="run again with --debug and report the traceback"
-    )
+    return bug(error, str(path))
 
 
 def _stopped_by_gate(context: Context, name: str) -> bool:

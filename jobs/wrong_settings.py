@@ -41,6 +41,7 @@ def problem(error: Mapping[str, Any]) -> Problem:
     """One of pydantic's errors."""
     key = ".".join(str(part) for part in error["loc"])
     text = str(error["msg"]).removeprefix("Value error, ")
+    text = text.replace("valid tuple", "list").replace("valid dictionary", "table")  # as TOML calls them
     return key, f"{key} = {error['input']!r}: {text}" if key else text
 
 

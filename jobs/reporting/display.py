@@ -223,15 +223,16 @@ class Display:
                 self._held_metrics = dict(values)
 
     def stage_finished(self, name: str, state: str, seconds: float | None = None, counts: Mapping[str, Any] | None = None) -> None:
-        """`state` is the ledger's: done, failed, skipped."""
+        """`state` is the ledger's: done, failed, or pending where it was interrupted."""
         with self._lock:
             if self._held_metrics:  # the last figures are the ones people look for
                 self._line(f"{self._stage}: {_metrics_line(self._held_metrics)}")
                 self._held_metrics = {}
             row = figures.stage_rows({"stages": {name: {"state": state, "seconds": seconds, "counts": counts or {}}}})[0]
-            parts = [f"{name}: {state}"]
+            stopped = state == "pending"
+            parts = [f"{name}: {'interrupted' if stopped else state}"]
             if seconds is not None:
-                parts[0] += f" in {figures.seconds_text(seconds)}"
+                parts[0] += f" {'after' if stopped else 'in'} {figures.seconds_text(seconds)}"
             parts += [text for text in (figures.main_counts(row), _rates(row)) if text]
             self._drop_task()
             self._line(", ".join(parts), style={"done": "green", "failed": "bold red"}.get(state, ""))

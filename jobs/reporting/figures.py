@@ -12,22 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The order of design.md's ledger; stages this version does not know come after these.
-STAGES = (
-    "preflight",
-    "fetch",
-    "prompts",
-    "generate.eval",
-    "baseline",
-    "generate.train",
-    "vocab",
-    "train",
-    "evaluate",
-    "live",
-    "package",
-    "push",
-    "scaling",
-)
+from jobs.run import STAGES
+
 # Counts that mean something per second. Everything else (coverage, verdicts, ids) does not.
 RATED = frozenset({"tokens", "response_tokens", "prompt_tokens", "rows", "positions", "steps", "bytes", "samples", "turns", "prompts"})
 # What `prompts` counts as left out; other stages say `dropped`.
@@ -74,7 +60,7 @@ def amount_of(cost: Any) -> float | None:
 
 
 def stage_rows(ledger: Mapping[str, Any]) -> list[StageRow]:
-    """Every stage of the ledger in the order it runs; rates only where the stage is done and took time."""
+    """Every stage of the ledger in the order it runs, any that this version does not know last; rates only where the stage is done and took time."""
     stages = mapping(ledger.get("stages"))
     known = [name for name in STAGES if name in stages]
     names = known + [name for name in stages if name not in STAGES]

@@ -66,8 +66,7 @@ def _in_order(label: str) -> tuple[float, str]:
 
 def _group_cell(head: Mapping[str, Any], dimension: str, label: str) -> Cell:
     raw = mapping(head["groups"].get(dimension)).get(label)
-    middle = ("groups", dimension, label) if head["groups_key"] == "groups" else ("by_source", label)
-    beside = (*head["path"], *middle)
+    beside = (*head["path"], "groups", dimension, label)
     if not isinstance(raw, Mapping):
         return Cell(number(raw), head["file"], beside)
     key = "mean_acceptance_length" if "mean_acceptance_length" in raw else "mean"

@@ -138,7 +138,7 @@ def verdict_lines(files: RunFiles) -> list[Markup]:
 def _comparison(files: RunFiles) -> list[Markup]:
     gains, acceptance = mapping(files.evaluation.get("gains")), mapping(files.run.get("acceptance"))
     best = str(files.baseline.get("best") or "baseline")
-    key = next((key for key in (f"over_{best}", "over_baseline", "over_untrained") if key in gains), None)
+    key = next((key for key in (f"over_{best}", "over_untrained") if key in gains), None)
     if key is not None:
         gain = mapping(gains[key])
         mean = number(gain.get("mean"))
@@ -211,8 +211,6 @@ def head_figures(files: RunFiles) -> list[dict[str, Any]]:
             length = mapping(entry.get("acceptance_length"))
             if number(length.get("mean")) is None:
                 continue
-            rates_key = "rates" if "rates" in entry else "per_position"
-            conditional_key = "conditional_rates" if "conditional_rates" in entry else "conditional"
             walk = ("walk",) if "walk" in entry else ()
             counted = mapping(entry.get("walk")) if walk else entry
             found.append(
@@ -221,10 +219,8 @@ def head_figures(files: RunFiles) -> list[dict[str, Any]]:
                     "file": file,
                     "path": ("heads", name),
                     "length": length,
-                    "rates_key": rates_key,
-                    "rates": _numbers(entry.get(rates_key)),
-                    "conditional_key": conditional_key,
-                    "conditional": _numbers(entry.get(conditional_key)),
+                    "rates": _numbers(entry.get("rates")),
+                    "conditional_rates": _numbers(entry.get("conditional_rates")),
                     "walk": walk,
                     "steps": number(counted.get("steps")),
                     "tokens": number(counted.get("tokens")),
@@ -234,8 +230,7 @@ def head_figures(files: RunFiles) -> list[dict[str, Any]]:
                     "taps": entry.get("taps"),
                     "readings": mapping(entry.get("readings")),
                     "live": measured.drafted(entry),
-                    "groups": mapping(entry.get("groups")) or ({"source": mapping(entry["by_source"])} if entry.get("by_source") else {}),
-                    "groups_key": "groups" if entry.get("groups") else "by_source",
+                    "groups": mapping(entry.get("groups")),
                     "others": mapping(entry.get("others")),
                     "standard": mapping(entry.get("standard")),
                 }

@@ -43,6 +43,37 @@ def test_dry_run_is_readable_without_json(tmp_path):
     assert "generate.train" in done.stdout and "8 x B300" in done.stdout
 
 
+def test_a_dry_run_of_a_run_that_goes_on_says_what_is_done(tmp_path):
+    from jobs.job_file import load
+    from jobs.run import RunDirectory
+
+    run_directory = RunDirectory(tmp_path / "run")
+    run_directory.begin(load("smoke", environment={}))
+    run_directory.stage("prompts").update(state="done", seconds=2.0, counts={"train": 24})
+    run_directory.save()
+    run_directory.close()
+    result = answer(run("smoke", "--dry-run", "--json", "--run-dir", str(tmp_path / "run")))
+    assert result["stages"]["prompts"] == {"state": "done", "seconds": 2.0, "counts": {"train": 24}}
+    assert result["stages"]["train"]["state"] == "pending"
+    shown = {tuple(line.split()) for line in result["text"].splitlines()}
+    assert "would go on" in result["text"] and {("prompts", "done"), ("train", "pending")} <= shown
+
+
+@pytest.mark.parametrize("arguments", [("smoke", "--redo", "live"), ("smoke", "--redo", "live", "--dry-run"), ("stage", "live")])
+def test_a_stage_that_the_run_does_not_have_is_78_and_not_passed_over(arguments, tmp_path):
+    from jobs.job_file import load
+    from jobs.run import RunDirectory
+
+    run_directory = RunDirectory(tmp_path / "run")
+    run_directory.begin(load("smoke", environment={}))
+    run_directory.close()
+    done = run(*arguments, "--run-dir", str(tmp_path / "run"), "--json")
+    assert done.returncode == 78, done.stderr
+    assert answer(done)["error"] == {
+        "message": "This run has no stage 'live'", "where": "command line", "remedy": "ask for it by setting evaluate.live.concurrencies",
+    }  # fmt: skip
+
+
 def test_a_job_of_ones_own_is_a_file_and_its_run_is_named_after_it(tmp_path):
     (tmp_path / "mine.toml").write_text('[job]\nname = "mine"\n[train]\nepochs = 2\n')
     result = answer(run("run", str(tmp_path / "mine.toml"), "--dry-run", "--json"))
@@ -148,6 +179,22 @@ def test_sigterm_before_any_work_is_75(tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75
     assert json.loads(output)["status"] == "interrupted"
+
+
+def test_sigterm_while_everything_is_still_imported_is_75(tmp_path):
+    code = f"""
+import os, signal, sys
+from entrypoints.cli import main
+class Signalled:
+    def find_spec(self, name, path=None, target=None):
+        if name == "jobs.pipeline":
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Signalled())
+main(["smoke", "--run-dir", {str(tmp_path / "run")!r}, "--json"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 75, done.stderr
+    assert answer(done)["status"] == "interrupted" and "preflight: started" not in done.stderr
 
 
 PAST = ("--set", "rental.deadline=2020-01-01T00:00:00Z")

@@ -38,6 +38,7 @@ def test_a_continued_run_keeps_its_settings_and_takes_overrides():
         ("train.epochs", "write --set section.key=value"),
         ("train.epochs=many", "train.epochs = 'many'"),
         ("train.epochs=0", "greater than 0"),
+        ("verifier.taps=2", "verifier.taps = 2: Input should be a list"),
         ("verifier.dtype=float16", "verifier.dtype = 'float16'"),
         ("verifier.taps=[1,2]", "an EAGLE-3 head reads 3"),
         ("push.uri=gs://bucket", "neither s3:// nor file:///"),
@@ -161,6 +162,15 @@ def test_every_problem_is_named_at_once():
     with pytest.raises(MustFix) as error:
         load("smoke", overrides=["train.epochz=1", "prompts.sorce=x"], environment={})
     assert "train.epochs" in str(error.value) and "prompts.source" in str(error.value)
+
+
+def test_a_file_that_is_not_there_or_no_text_is_named_with_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MustFix, match=re.escape(f"no job 'mine.toml' ({tmp_path}/mine.toml)")):
+        load("mine.toml", environment={})
+    (tmp_path / "mine.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(MustFix, match=r"not text in UTF-8 \(mine.toml\)"):
+        load("mine.toml", environment={})
 
 
 def test_a_broken_job_file_names_its_line(tmp_path):

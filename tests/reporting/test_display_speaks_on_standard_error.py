@@ -13,7 +13,6 @@ import threading
 import time
 from pathlib import Path
 
-from jobs.reporting import figures
 from jobs.reporting.display import SECONDS_BETWEEN_LINES, Display
 from jobs.reporting.progress import OUTLOOK_SECONDS, Outlook, RateMeter
 
@@ -46,6 +45,7 @@ with Display.open("auto", outlook=outlook) as display:
     display.progress(800, 800, "tokens")
     time.sleep(0.4)
     display.stage_finished("generate.train", "done", 2.0, {"tokens": 800, "dropped": {"too long": 3}})
+    display.stage_finished("vocab", "pending", 1.5)  # as the ledger has one that a signal stopped
     display.summary_table({
         "stages": {"train": {"state": "done", "seconds": 4.0, "counts": {"steps": 700}}, "push": {"state": "pending"}},
         "acceptance": {"untrained": {"mean": 1.02, "low": 1.0, "high": 1.04}, "trained": {"mean": 2.6132, "low": 2.53, "high": 2.69}},
@@ -106,6 +106,7 @@ def test_a_pipe_gets_plain_timed_lines_and_standard_output_stays_free():
     assert any("café  [31m two lines" in line for line in timed)
     assert any("step=20 loss=2.25" in line for line in timed), "the last figures of a stage are shown"
     assert any("done in 2.0 s, 800 tokens, 3 dropped, 400 tokens/s" in line for line in timed)
+    assert any(line.endswith("vocab: interrupted after 1.5 s") for line in timed)
     assert re.search(r"train +done +4\.0 s +700 steps +175 steps/s", text)
     assert re.search(r"trained +2\.61 +2\.53 to 2\.69", text) and "push" in text
 
@@ -261,9 +262,3 @@ def test_a_resumed_stage_shows_its_present_rate_not_the_average_since_zero():
     now[0] = 10.0
     meter.add(5100)
     assert meter.rate() == 10.0 and meter.eta(6000) == 90.0
-
-
-def test_the_stages_shown_are_those_of_the_ledger():
-    from jobs.run import STAGES
-
-    assert figures.STAGES == STAGES
