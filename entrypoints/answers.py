@@ -1,10 +1,12 @@
 """What commands answer about a run, as `--json` prints it: where it stands, and what it would do."""
 
+import time
 from pathlib import Path
 from typing import Any
 
-from jobs.errors import EXIT_DONE, MustFix
-from jobs.run import ON_REQUEST, STAGES, RunDirectory, is_asked_for
+from jobs.errors import EXIT_DONE, JobError, MustFix
+from jobs.reporting.figures import seconds_text
+from jobs.run import METER_SECONDS, ON_REQUEST, STAGES, RunDirectory, is_asked_for
 from jobs.settings import Settings
 
 NOT_BEGUN = {"state": "pending", "seconds": 0.0, "counts": {}}
@@ -16,6 +18,21 @@ def summary(ledger: dict[str, Any], path: Path, loads: int) -> dict[str, Any]:
         "stages": _stages(ledger), "verifier_loads": loads, "acceptance": {name: figure["mean"] for name, figure in ledger.get("acceptance", {}).items()},
         "published": ledger.get("published"), "cost": ledger.get("cost"), "saved": _saved(path),
     }  # fmt: skip
+
+
+def standing(ledger: dict[str, Any], path: Path) -> str:
+    """How a run ended, in a sentence, or whether somebody is at it: a run that was killed says `running` for ever."""
+    status, error = str(ledger.get("status")), ledger.get("error")
+    if error:
+        return f"{status.capitalize()} with exit code {ledger.get('exit_code')}: {JobError(**error).sentence()}"
+    if status == "done":
+        return f"Done, published at {ledger['published']}." if ledger.get("published") else "Done."
+    if status == "no_go":
+        return f"No go: {(ledger.get('gate') or {}).get('why')}."
+    quiet = time.time() - (path / "run.json").stat().st_mtime
+    if quiet < 3 * METER_SECONDS:
+        return f"Under way, last written {seconds_text(max(quiet, 0.0))} ago."
+    return f"Nothing was written for {seconds_text(quiet)}, so no process seems to be at it: the same command again continues it."
 
 
 def _stages(ledger: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from jobs.errors import EXIT_DONE, Interrupted, JobError, bug
+from jobs.errors import EXIT_DONE, Interrupted, JobError, as_job_error
 
 # Before torch and vLLM are imported, in this process and all it starts. vLLM logs to standard output unless told
 # otherwise, and reports its use to its makers. OpenMP's active waiting makes two threads on a busy machine 20 to 60
@@ -68,12 +68,10 @@ def _run(arguments: list[str]) -> tuple[int, dict[str, Any]]:
         return error.exit_code, _failure(
             "failed", error.exit_code, {"message": error.format_message(), "where": "command line", "remedy": "see --help"}
         )
-    except JobError as error:
-        return _report(error, arguments)
     except (KeyboardInterrupt, click.Abort) as error:
         return _report(Interrupted("Stopped by SIGINT", remedy="run the same command again"), arguments, error)
     except Exception as error:
-        return _report(bug(error), arguments, error)
+        return _report(as_job_error(error), arguments, error)
 
 
 def _report(error: JobError, arguments: list[str], cause: BaseException | None = None) -> tuple[int, dict[str, Any]]:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from entrypoints.answers import planned, summary
+from entrypoints.answers import planned, standing, summary
 from jobs.environment import ENVIRONMENT_PREFIX
 from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix
 from jobs.job_file import load
 from jobs.rental import LAST_WORDS_SECONDS, RentalClock, RentalWatch, ended, say_what_is_saved
 from jobs.run import ON_REQUEST, STAGES, Context, RunDirectory, StopSignal, is_asked_for
 from jobs.settings import RentalSettings, Settings
+from jobs.storage.files import unwritable_run_directory
 
 
 def job(
@@ -65,11 +66,7 @@ def preflight(name: str, run_dir: Path | None, overrides: Sequence[str]) -> dict
     try:
         folder = tempfile.TemporaryDirectory(prefix=".eagle3-preflight-", dir=disk)
     except OSError as error:
-        raise MustFix(
-            f"The run directory cannot be written: {error.strerror}",
-            where=str(disk),
-            remedy=f"give user {os.getuid()} write permission there or take another --run-dir",
-        ) from error
+        raise unwritable_run_directory(disk, error) from error
     with folder:
         try:
             result = _run(settings, Path(folder.name), only="preflight", report=False)
@@ -101,7 +98,7 @@ def status(path: Path) -> dict[str, Any]:
     from jobs.reporting.forecast import forecast, told
 
     ledger = RunDirectory(path, read_only=True).ledger
-    expected, text = forecast(ledger), f"{summary_text(ledger)}\n{told(ledger)}"
+    expected, text = forecast(ledger), f"{summary_text(ledger)}\n{told(ledger)}\n{standing(ledger, path)}"
     return summary(ledger, path, loads=ledger["verifier_loads"]) | {
         "exit_code": EXIT_DONE,
         "run_exit_code": ledger["exit_code"],

@@ -14,6 +14,7 @@ code   meaning
 =====  ==================================================================================
 """
 
+import errno
 from collections.abc import Sequence
 
 EXIT_DONE = 0
@@ -65,8 +66,19 @@ class Interrupted(TryAgain):
     """SIGTERM, SIGINT or a deadline: everything finished so far is saved."""
 
 
-def bug(error: BaseException, where: str | None = None) -> JobError:
-    """What nobody expected, in the form every other error has."""
+def as_job_error(error: BaseException, where: str | None = None) -> JobError:
+    """The operating system's refusals in the form every other error has; anything else that is not one of ours is a bug.
+
+    where: the place that is told if the error names no file of its own.
+    """
+    if isinstance(error, JobError):
+        return error
+    number, file = (error.errno, str(error.filename or where or "the output")) if isinstance(error, OSError) else (None, "")
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return MustFix("The disk is full", where=file, remedy="free space there and run the same command again, nothing finished is lost")
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        remedy = "mount it writable" if number == errno.EROFS else "give this user permission there"
+        return MustFix(f"{file} cannot be written: {error.strerror}", where=where, remedy=remedy)
     return JobError(
         f"This is a bug: {type(error).__name__}: {error}", where=where, remedy="run again with --debug and report the traceback"
     )

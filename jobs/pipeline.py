@@ -19,7 +19,6 @@ so running the same command again continues the run. Cheap stages that became st
 themselves; paid ones refuse and say what changed, unless `--redo STAGE`.
 """
 
-import errno
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 
-from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix, bug
+from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix, as_job_error
 from jobs.run import ON_REQUEST, PAID_STAGES, STAGES, Context, identify, is_asked_for, now
 from jobs.stages import baseline, evaluate, fetch, generate, live, package, preflight, prompts, push, scaling, train, vocab
 
@@ -205,25 +204,13 @@ def set_aside(context: Context, name: str) -> None:
 
 
 def translate(error: Exception, path: Path) -> JobError:
-    """The operating system's refusals in the form every other error has; anything else is a bug."""
-    if isinstance(error, JobError):
-        return error
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return MustFix(
-            "The disk is full",
-            where=str(error.filename or path),
-            remedy="free space there and run the same command again, nothing finished is lost",
-        )
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return MustFix(
-            f"{error.filename or path} cannot be written: {error.strerror}", where=str(path), remedy="give this user permission there"
-        )
+    """Any error in the form every expected one has."""
     if isinstance(error, torch.OutOfMemoryError):
         return MustFix(
             f"The GPU's memory is used up: {str(error).splitlines()[0]}", where=str(path),
             remedy="lower verifier.gpu_memory_utilization if the verifier is loaded, and see what else runs on that GPU",
         )  # fmt: skip
-    return bug(error, str(path))
+    return as_job_error(error, str(path))
 
 
 def _stopped_by_gate(context: Context, name: str) -> bool:

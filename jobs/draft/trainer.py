@@ -328,7 +328,8 @@ class _Run:
     def _stop(self) -> NoReturn:
         self.save()
         self.writer.wait()
-        raise Interrupted(f"training was stopped after step {self.step} of {self.plan.steps}; everything is saved")
+        told = f"Training was stopped after step {self.step} of {self.plan.steps}; everything is saved"
+        raise Interrupted(told, remedy="run the same command again to continue")
 
     def save(self) -> float:
         """Sets everything aside and lets it be written in the background; the seconds that training stood still for it."""

@@ -121,7 +121,7 @@ def test_an_interrupted_run_remembers_its_best(tmp_path, data):
 def test_an_evaluation_that_is_stopped_is_made_when_training_continues(tmp_path, data, step, processes):
     """SIGTERM in the middle of a replay: what is trained is saved, and nothing is judged twice or not at all."""
     shared = dict(processes=processes, accumulate=processes, epochs=2.0 * processes)
-    with pytest.raises(Interrupted, match=f"after step {step} of 24; everything is saved"):
+    with pytest.raises(Interrupted, match=f"after step {step} of 24; everything is saved: run the same command again to continue"):
         Training(tmp_path, *data, stop_in_evaluation=step, **shared)
     rest = Training(tmp_path, *data, **shared)
     assert rest.result.resumed_from == step and list(rest.seen) == list(range(step, 25, 4))

@@ -1,5 +1,6 @@
 """The command line: exit codes, one sentence an error, one JSON line on standard output, always."""
 
+import errno
 import json
 import os
 import signal
@@ -136,6 +137,30 @@ def test_an_unwritable_run_directory_is_78(tmp_path):
     assert "cannot be written" in answer(done)["error"]["message"]
 
 
+def test_a_folder_that_a_command_cannot_write_is_78_and_no_bug(monkeypatch, capfd):
+    """Whoever runs this, root included: the kernel's refusal itself is what counts."""
+    from entrypoints import cli, launch
+
+    def refuses(number: int):
+        def refused(*_) -> None:
+            raise OSError(number, os.strerror(number), "/data/run/.report.html.tmp")
+
+        return refused
+
+    for number, expected in (
+        (errno.EROFS, "/data/run/.report.html.tmp cannot be written: Read-only file system: mount it writable."),
+        (errno.EACCES, "/data/run/.report.html.tmp cannot be written: Permission denied: give this user permission there."),
+        (
+            errno.ENOSPC,
+            "The disk is full (/data/run/.report.html.tmp): free space there and run the same command again, nothing finished is lost.",
+        ),
+    ):
+        monkeypatch.setattr(launch, "pull", refuses(number))
+        code, result = cli._run(["pull", "file:///published", "here"])
+        assert code == 78 == result["exit_code"]
+        assert capfd.readouterr().err == f"eagle3-job: {expected}\n"
+
+
 def test_a_run_of_another_job_is_not_continued(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"version": 1, "job": "hero", "settings": {}}))
     done = run("smoke", "--run-dir", str(tmp_path), "--json")
@@ -155,6 +180,34 @@ def test_preflight_names_every_problem_at_once_and_begins_no_run(tmp_path):
     assert answer(done)["run_dir"] == str(tmp_path / "run") and list(tmp_path.iterdir()) == [prompts], (
         "measured on the run's disk, and nothing is left there"
     )
+
+
+@pytest.mark.parametrize(
+    ("ended", "told"),
+    [
+        (
+            {"status": "failed", "exit_code": 78, "error": {"message": "The disk is full", "where": "/data", "remedy": "free space"}},
+            "Failed with exit code 78: The disk is full (/data): free space.",
+        ),
+        ({"status": "done", "exit_code": 0, "published": "s3://bucket/head"}, "Done, published at s3://bucket/head."),
+        ({"status": "no_go", "exit_code": 0, "gate": {"verdict": "no_go", "why": "eagle is good enough"}}, "No go: eagle is good enough."),
+        ({"status": "running"}, "Under way, last written "),
+    ],
+)
+def test_status_says_in_a_sentence_how_the_run_ended_or_that_nobody_is_at_it(ended, told, tmp_path):
+    from jobs.job_file import load
+    from jobs.run import RunDirectory
+
+    run_directory = RunDirectory(tmp_path)
+    run_directory.begin(load("smoke", environment={}))
+    run_directory.ledger |= ended
+    run_directory.save()
+    run_directory.close()
+    assert run("status", str(tmp_path)).stdout.splitlines()[-1].startswith(told)
+    if ended["status"] == "running":
+        os.utime(tmp_path / "run.json", (time.time() - 600,) * 2)
+        last = run("status", str(tmp_path)).stdout.splitlines()[-1]
+        assert last == "Nothing was written for 10.0 min, so no process seems to be at it: the same command again continues it."
 
 
 def test_status_and_report_of_a_folder_without_a_run(tmp_path):
