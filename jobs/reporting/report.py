@@ -118,7 +118,7 @@ def verdict_lines(files: RunFiles) -> list[Markup]:
     if number(trained.get("mean")) is not None:
         lines.append(
             Markup("The trained head emits {} tokens a verification step{}; {} is the most.").format(
-                _mean("trained", trained), _interval(trained), _most(files)
+                _mean("trained", trained), _interval(trained, "acceptance", "trained"), _most(files)
             )
         )
     lines += _comparison(files) + _speed(files)
@@ -182,7 +182,6 @@ def _interval(entry: Mapping[str, Any], *path: str, file: str = "run.json") -> M
     low, high = number(entry.get("low")), number(entry.get("high"))
     if low is None or high is None:
         return Markup("")
-    path = path or ("acceptance", "trained")
     return Markup(" (95 % interval {} to {})").format(
         figure(f"{low:.2f}", low, (*path, "low"), file), figure(f"{high:.2f}", high, (*path, "high"), file)
     )
