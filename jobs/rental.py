@@ -32,7 +32,7 @@ from typing import Any
 from jobs.errors import Interrupted, JobError, MustFix
 from jobs.run import Context, now
 from jobs.settings import RentalSettings, Settings
-from jobs.storage.files import held
+from jobs.storage.files import files_under, held
 
 TICK_SECONDS = 1.0
 LOOKS_PER_STALL = 20  # a stall is known at the latest by so small a part of `stall_minutes` too late
@@ -151,15 +151,9 @@ class RentalWatch:
 
 def last_written(folder: Path) -> float:
     """time.time() at which a file of the run was written last, but for the ledger: its meter runs on beside a stage that hangs."""
-    newest = 0.0
-    for path in folder.rglob("[!.]*"):
-        try:
-            if path.name == "run.json":
-                continue
-            newest = max(newest, path.stat().st_mtime)
-        except FileNotFoundError:
-            continue
-    return newest
+    return max(
+        (found.st_mtime for path, found in files_under(folder) if path.name != "run.json" and not path.name.startswith(".")), default=0.0
+    )
 
 
 def tell(settings: Settings, event: str, result: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from jobs.errors import MustFix, TryAgain
 from jobs.run import Context
 from jobs.settings import PromptsSettings
 from jobs.stages import standard
+from jobs.storage.files import files_under
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Weights in other formats and demo material: never read, and often as large as the weights.
@@ -160,11 +161,7 @@ def check(name: str, revision: str | None, kind: str = "model") -> int:
         return 0
     info = _info(name, revision, kind)
     _refuse_unreadable(name, kind)
-    begun = sum(
-        f.stat().st_size
-        for f in (Path(cache_folder()) / repo_folder_name(repo_id=name, repo_type=kind)).rglob("*")
-        if f.is_file() and not f.is_symlink()
-    )
+    begun = sum(found.st_size for _, found in files_under(Path(cache_folder()) / repo_folder_name(repo_id=name, repo_type=kind)))
     return max(0, sum(file.size or 0 for file in info.siblings or []) - begun)
 
 
@@ -318,7 +315,7 @@ def cache_folder() -> str:
 
 def cache_size() -> int:
     """Bytes in the hub's cache, whatever they belong to."""
-    return sum(f.stat().st_size for f in Path(cache_folder()).rglob("*") if f.is_file() and not f.is_symlink())
+    return sum(found.st_size for _, found in files_under(Path(cache_folder())))
 
 
 def _download_here(model: str, revision: str) -> None:

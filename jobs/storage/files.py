@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -212,6 +213,22 @@ def whole_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             offset += len(line)
 
 
+def files_under(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Every regular file below, links aside, with its stat; what vanishes meanwhile is passed over.
+
+    Others write where this looks, and `Path.rglob` raises for a folder or file that goes away under it.
+    """
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place, name)
+            try:
+                found = path.lstat()
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(found.st_mode):
+                yield path, found
+
+
 class LineLog:
     """An append-only file of lines; opening it cuts a torn tail off (`cut_bytes` says how much)."""
 
@@ -259,12 +276,3 @@ class JsonLog(LineLog):
 
     def append_json(self, value: Any, *, sync: bool = False) -> None:
         self.append(json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(), sync=sync)
-
-
-def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, value) of every whole line; a line that is not JSON is a MustFix naming it."""
-    for number, _, line in whole_lines(Path(path)):
-        try:
-            yield number, json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise MustFix(f"Line {number} of {Path(path).name} is not JSON: {error}", where=str(path), remedy="correct the line") from None

@@ -39,7 +39,7 @@ from urllib.parse import urlsplit
 from jobs.errors import Interrupted, MustFix
 from jobs.settings import PushSettings
 from jobs.storage.destination import Destination, destination
-from jobs.storage.files import write_json_atomically
+from jobs.storage.files import files_under, write_json_atomically
 from jobs.storage.senders import Grace, Senders, settled
 
 VERSION = 1
@@ -236,12 +236,12 @@ class RunSaver:
             path for path in self.folder.glob("checkpoints/step-*") if STEP.fullmatch(path.name) and (path / "checkpoint.json").exists()
         ]
         newest = max(steps, key=lambda path: int(path.name.partition("-")[2]), default=None)
-        for path in sorted(self.folder.rglob("*")):
+        for path in sorted(path for path, _ in files_under(self.folder)):
             parts = path.relative_to(self.folder).parts
             transient = any(part.startswith(".") or part.endswith((".partial", ".tmp", ".lock")) for part in parts)
             old_step = parts[0] == "checkpoints" and len(parts) > 2 and STEP.fullmatch(parts[1]) and path.parent != newest
             states = parts[0] == "states" and not self.states
-            if not (transient or old_step or states or parts[0] in LEFT_OUT) and path.is_file():
+            if not (transient or old_step or states or parts[0] in LEFT_OUT):
                 yield path
 
     def _send(self, paths: list[Path], should_stop: Callable[[], bool]) -> dict[str, dict[str, Any]]:

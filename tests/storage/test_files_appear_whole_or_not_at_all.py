@@ -1,7 +1,9 @@
 """Atomic writes and line logs under readers, SIGKILL and bad content."""
 
 import hashlib
+import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -11,10 +13,11 @@ import pytest
 from jobs.errors import MustFix
 from jobs.storage.files import (
     JsonLog,
+    files_under,
     held,
     read_json,
-    read_json_lines,
     sha256_file,
+    whole_lines,
     write_atomically,
     write_json_atomically,
 )
@@ -70,6 +73,10 @@ def test_sha256_is_that_of_hashlib_and_reports_bytes(tmp_path):
     assert sum(blocks) == len(content)
 
 
+def objects(path):
+    return [json.loads(line) for _, _, line in whole_lines(path)]
+
+
 def test_a_log_continues_after_a_torn_line(tmp_path):
     path = tmp_path / "events.jsonl"
     log = JsonLog(path)
@@ -77,22 +84,44 @@ def test_a_log_continues_after_a_torn_line(tmp_path):
     log.close()
     with open(path, "ab") as file:
         file.write(b'{"event": 2')
-    assert list(read_json_lines(path)) == [(1, {"event": 1})]
+    assert objects(path) == [{"event": 1}]
     log = JsonLog(path)
     assert log.cut_bytes == len(b'{"event": 2')
     log.append_json({"event": 3, "text": "ü"})
     log.close()
-    assert [value for _, value in read_json_lines(path)] == [{"event": 1}, {"event": 3, "text": "ü"}]
+    assert objects(path) == [{"event": 1}, {"event": 3, "text": "ü"}]
+
+
+def test_looking_through_a_folder_in_which_others_write(tmp_path):
+    """`Path.rglob` raises here within a second: preflight refused good runs, and the rental's watch would have ended."""
+    over = threading.Event()
+
+    def write():
+        while not over.is_set():
+            folder = tmp_path / "checkpoints" / "step-1"
+            folder.mkdir(parents=True)
+            (folder / "weights").write_bytes(b"1234")
+            shutil.rmtree(tmp_path / "checkpoints")
+
+    (tmp_path / "kept").write_bytes(b"12345678")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            sizes = {path.name: found.st_size for path, found in files_under(tmp_path)}
+            assert sizes["kept"] == 8 and sizes.get("weights", 4) in (0, 4) and "link" not in sizes
+    finally:
+        over.set()
+        writer.join()
 
 
 def test_a_bad_line_is_named(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"a": 1}\nnot json\n{"a": 2}\n')
-    with pytest.raises(MustFix, match="Line 2 of prompts.jsonl is not JSON"):
-        list(read_json_lines(path))
     path.write_bytes(b'{"a": 1}\n\0\0\0\n{"a": 2}\n')
     with pytest.raises(MustFix, match="Line 2 of prompts.jsonl is damaged"):
-        list(read_json_lines(path))
+        objects(path)
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(MustFix, match="bad.json is not JSON"):
         read_json(tmp_path / "bad.json")

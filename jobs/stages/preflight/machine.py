@@ -17,6 +17,7 @@ from jobs.run import Context
 from jobs.settings import Settings
 from jobs.stages import hub
 from jobs.storage import read_ahead
+from jobs.storage.files import files_under
 
 # What a run of any size needs beside its states: environment caches, checkpoints' temporary copies, reports.
 SPARE_BYTES = 2 << 30
@@ -38,7 +39,7 @@ def disk(folder: Path, needed: float, there: float | None = None) -> Iterator[st
 
 def bytes_under(folder: Path) -> int:
     """Bytes on the disk, so that a preallocated shard counts for what is written of it."""
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    return sum(found.st_blocks * 512 for _, found in files_under(folder))
 
 
 def disk_rate(folder: Path, least: float | None) -> tuple[list[str], dict[str, float]]:
