@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from entrypoints.answers import planned, standing, summary
+from jobs.context import Context, StopSignal
 from jobs.environment import ENVIRONMENT_PREFIX
 from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix
 from jobs.job_file import load
 from jobs.rental import LAST_WORDS_SECONDS, RentalClock, RentalWatch, ended, say_what_is_saved
-from jobs.run import ON_REQUEST, STAGES, Context, RunDirectory, StopSignal, is_asked_for
+from jobs.run import ON_REQUEST, STAGES, RunDirectory, is_asked_for
 from jobs.settings import RentalSettings, Settings
 from jobs.storage.files import unwritable_run_directory
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from jobs.context import Context, StopSignal
 from jobs.errors import Interrupted, JobError, MustFix, TryAgain
 from jobs.rental import RentalClock, say_what_is_saved
-from jobs.run import Context, StopSignal
 from jobs.settings import Settings
 from jobs.storage.restored_run import restore
 from jobs.storage.saved_run import NotOurs, RunSaver, Saved, find, place_beside, record_of

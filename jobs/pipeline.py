@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
+from jobs.context import Context
 from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix, as_job_error
-from jobs.run import ON_REQUEST, PAID_STAGES, STAGES, Context, identify, is_asked_for, now
+from jobs.run import ON_REQUEST, PAID_STAGES, STAGES, identify, is_asked_for, now
 from jobs.stages import baseline, evaluate, fetch, generate, live, package, preflight, prompts, push, scaling, train, vocab
 
 PIPELINE = (

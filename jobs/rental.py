@@ -29,8 +29,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jobs.context import Context
 from jobs.errors import Interrupted, JobError, MustFix
-from jobs.run import Context, now
+from jobs.run import now
 from jobs.settings import RentalSettings, Settings
 from jobs.storage.files import files_under, held
 

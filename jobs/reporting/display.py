@@ -33,7 +33,7 @@ SECONDS_BETWEEN_LINES = 5.0
 STANDARD_ERROR = 2
 # Of a line of the training log, what a person watches; the rest is for the curves.
 METRICS = (
-    "step", "loss", "accuracy_by_step", "accuracy", "acceptance_estimate", "acceptance", "evaluation", "learning_rate", "grad_norm", "data_wait", "bad_steps",
+    "step", "loss", "accuracy_by_step", "acceptance_estimate", "evaluation", "learning_rate", "grad_norm", "data_wait", "bad_steps",
 )  # fmt: skip
 
 

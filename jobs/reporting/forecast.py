@@ -93,11 +93,11 @@ def _rates(ledger: Mapping[str, Any], machine: Machine, verifier: VerifierSize) 
         return with_disk(table, ledger)
     if mapping(mapping(ledger.get("stages")).get("generate.train")).get("state") == "done":
         return found
-    at_least = {name: _from(getattr(found, name), getattr(table, name)) for name in ("generate", "extract")}
+    at_least = {name: _at_least(getattr(found, name), getattr(table, name)) for name in ("generate", "extract")}
     return replace(found, **at_least)
 
 
-def _from(measured: Range, known: Range) -> Range:
+def _at_least(measured: Range, known: Range) -> Range:
     return Range(max(measured.low, known.low), max(measured.low, known.high))
 
 

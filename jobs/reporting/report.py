@@ -278,7 +278,7 @@ def training_curves(lines: list[dict[str, Any]]) -> list[tuple[str, Markup]]:
     def points(key: str) -> list[charts.Point]:
         return charts.thinned([(step, value) for step, line in rows if (value := number(line.get(key))) is not None])
 
-    by_ttt_step = [(step, _numbers(line.get("accuracy_by_step", line.get("accuracy")))) for step, line in rows]
+    by_ttt_step = [(step, _numbers(line.get("accuracy_by_step"))) for step, line in rows]
     accuracy = []
     for k in range(max((len(values) for _, values in by_ttt_step), default=0)):
         series = [(step, values[k]) for step, values in by_ttt_step if len(values) > k]
@@ -302,7 +302,7 @@ def training_curves(lines: list[dict[str, Any]]) -> list[tuple[str, Markup]]:
 
 
 def acceptance_of(line: Mapping[str, Any]) -> float | None:
-    value = mapping(line.get("evaluation")).get("acceptance", line.get("acceptance"))
+    value = mapping(line.get("evaluation")).get("acceptance")
     return number(mapping(value).get("mean")) if isinstance(value, Mapping) else number(value)
 
 

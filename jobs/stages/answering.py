@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from jobs.context import Context
 from jobs.errors import JobError, MustFix
-from jobs.run import Context
 from jobs.stages import speculation
 from jobs.stages.budget import Budget, Undecided
 from jobs.stages.conversations import Conversation, read_conversations, seeded

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jobs.context import Context
 from jobs.draft.formats import load_head, tap_readings
 from jobs.draft.replay import Candidate, Judgement
 from jobs.draft.rope import served_alike
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
-from jobs.run import Context
 from jobs.stages import gate, initial, judging, speculation
 from jobs.stages.vocab import draft_vocabulary
 from jobs.storage.states import StateStore

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
+from jobs.context import Context
 from jobs.draft.model import HeadConfig
 from jobs.reporting.public_cards import cards_for, differences
-from jobs.run import Context
 from jobs.settings import PromptsSettings, Settings
 from jobs.stages import initial
 

@@ -8,11 +8,11 @@ failure of the run, before anything is published.
 from pathlib import Path
 from typing import Any
 
+from jobs.context import Context
 from jobs.draft.formats import load_head
 from jobs.draft.replay import Candidate
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
-from jobs.run import Context
 from jobs.stages import judging
 from jobs.storage.files import read_json
 from jobs.storage.states import StateStore

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from jobs.context import Context
 from jobs.errors import MustFix
-from jobs.run import Context
 from jobs.stages.conversations import seeded
 from jobs.storage.responses import RESPONSES, Response, scan_responses
 from jobs.storage.shards import STORE

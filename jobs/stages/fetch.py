@@ -10,8 +10,9 @@ it lies on this machine, so that a run continued on another machine is not stale
 from pathlib import Path
 from typing import Any
 
+from jobs.context import Context
 from jobs.errors import MustFix
-from jobs.run import HASHED_BYTES, Context, digest
+from jobs.run import HASHED_BYTES, digest
 from jobs.stages import hub, prompts
 from jobs.stages.preflight import misfits
 from jobs.storage.files import sha256_file, write_json_atomically

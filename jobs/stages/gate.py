@@ -13,11 +13,11 @@ and is recorded.
 from dataclasses import dataclass
 from typing import Any
 
+from jobs.context import Context
 from jobs.draft.acceptance import Judgement
 from jobs.draft.replay import Candidate
 from jobs.draft.trainer import train
 from jobs.draft.weights import VerifierWeights
-from jobs.run import Context
 from jobs.stages import generate, initial, judging
 from jobs.stages.vocab import draft_vocabulary, token_counts
 from jobs.storage.states import StateStore

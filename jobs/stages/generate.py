@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.run import Context
+from jobs.context import Context
 from jobs.stages import initial, speculation
 from jobs.stages.answering import Answering, Existing
 from jobs.stages.existing import existing_responses

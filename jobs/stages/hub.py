@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jobs.context import Context
 from jobs.errors import MustFix, TryAgain
-from jobs.run import Context
 from jobs.settings import PromptsSettings
 from jobs.stages import standard
 from jobs.storage.files import files_under

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from jobs.context import Context
 from jobs.draft.formats import load_head
 from jobs.draft.model import Eagle3Head, HeadConfig
 from jobs.draft.warm_start import warm_start
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
-from jobs.run import Context
 from jobs.settings import Settings
 from jobs.storage.files import read_json
 from jobs.verifier.chat import Chat

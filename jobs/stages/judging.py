@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from jobs.context import Context
 from jobs.draft import statistics
 from jobs.draft.acceptance import Counts, Judgement
 from jobs.draft.model import Eagle3Head
 from jobs.draft.replay import Candidate, judge_chains, judge_heads, standard_labels
 from jobs.errors import MustFix
-from jobs.run import Context
 from jobs.stages import standard
 from jobs.stages.domains import domain_of
 from jobs.storage.files import read_json, write_json_atomically

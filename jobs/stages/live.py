@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from jobs.context import Context
 from jobs.errors import Interrupted, JobError, MustFix, TryAgain
-from jobs.run import Context, digest
+from jobs.run import digest
 from jobs.stages import speculation, standard
 from jobs.stages.conversations import seeded
 from jobs.storage.files import read_json, write_atomically, write_json_atomically

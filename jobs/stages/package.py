@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from jobs.context import Context
 from jobs.draft.export import save_llama_eagle3, save_speculators
 from jobs.draft.formats import load_head
 from jobs.draft.model import Eagle3Head
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
-from jobs.run import Context
 from jobs.stages import card
 from jobs.storage.files import read_json, sha256_file, write_atomically, write_json_atomically
 from jobs.verifier.facts import VerifierFacts

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jobs.context import Context
 from jobs.errors import MustFix, TryAgain
-from jobs.run import Context
 from jobs.settings import PromptSource, PromptsSettings, StandardPrompts
 from jobs.stages import standard
 from jobs.stages.conversations import seeded, turns_of

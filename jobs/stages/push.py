@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jobs.run import Context
+from jobs.context import Context
 from jobs.storage.bucket import publish
 from jobs.storage.files import write_json_atomically
 

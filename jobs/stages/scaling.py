@@ -12,10 +12,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from jobs.context import Context
 from jobs.draft.replay import Candidate
 from jobs.draft.trainer import train
 from jobs.draft.weights import VerifierWeights
-from jobs.run import Context
 from jobs.stages import judging
 from jobs.stages.conversations import seeded
 from jobs.stages.train import FREE_SETTINGS, initial_head

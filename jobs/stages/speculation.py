@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
+from jobs.context import Context
 from jobs.draft.export import save_speculators
 from jobs.draft.formats import load_head, names_taps_for_sglang_only, read_config
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import JobError, MustFix
-from jobs.run import Context, now
+from jobs.run import now
 from jobs.storage.files import read_json, write_json_atomically
 from jobs.verifier.drafter import Drafter
 from jobs.verifier.facts import VerifierFacts

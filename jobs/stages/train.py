@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from jobs.context import Context
 from jobs.draft import checkpoint
 from jobs.draft.data import check_type
 from jobs.draft.export import save_speculators
@@ -11,7 +12,6 @@ from jobs.draft.replay import judge
 from jobs.draft.trainer import train
 from jobs.draft.vocabulary import DraftVocabulary
 from jobs.draft.weights import VerifierWeights
-from jobs.run import Context
 from jobs.stages import initial, judging
 from jobs.stages.vocab import token_counts
 from jobs.storage.files import JsonLog

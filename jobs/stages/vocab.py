@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from jobs.context import Context
 from jobs.draft.vocabulary import DraftVocabulary, build
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
-from jobs.run import Context
 from jobs.stages import initial, standard
 from jobs.storage.states import StateStore
 from jobs.verifier.chat import Chat

@@ -32,7 +32,7 @@ from jobs.verifier.engine import prepare_environment
 from jobs.verifier.facts import VerifierFacts, read_tensor
 
 if TYPE_CHECKING:
-    from jobs.run import Context
+    from jobs.context import Context
 
 # Sequences of one call of the generator, which is also as many as it runs at once: after each the
 # states are made durable and the responses committed.

@@ -53,7 +53,11 @@ def started(round_trip: int, *more: str) -> subprocess.Popen:
         "publish,pull",
         *more,
     ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    # A shell's background job ignores SIGINT, and so does what it starts.
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
 
 
 def test_both_ways_go_through_the_link(round_trip):

@@ -39,6 +39,6 @@ def test_a_decoding_step_is_taken_in_by_a_few_array_operations(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_joined_steps_hold_up_the_thread_that_schedules_less(memory):
-    found = scheduling(memory, joined=(0, 1, 12), rounds=5)
+    found = scheduling(memory, joined=(0, 1, 12), rounds=15)  # of a fifth of a second each: 5 were over before a neighbour was
     print(found)
     assert found[12] < found[1], found

@@ -52,8 +52,8 @@ from limited_link import FAR, Link, NoLink, bytes_so_far, limited_link  # noqa: 
 from publications import bodies_sent, killed_at, sent_bodies_counted  # noqa: E402
 from s3_servers import ACCESS_KEY, SECRET_KEY, S3Server, moto_server, rclone_server  # noqa: E402
 
+from jobs.context import StopSignal  # noqa: E402
 from jobs.errors import Interrupted  # noqa: E402
-from jobs.run import StopSignal  # noqa: E402
 from jobs.settings import PushSettings  # noqa: E402
 from jobs.storage.bucket import publish, pull  # noqa: E402
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from jobs.context import Context
 from jobs.draft.weights import VerifierWeights
 from jobs.job_file import load
 from jobs.reporting.display import Display
-from jobs.run import Context, RunDirectory
+from jobs.run import RunDirectory
 from jobs.stages import fetch
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateWriter
 from jobs.verifier.chat import Chat

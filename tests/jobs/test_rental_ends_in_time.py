@@ -11,11 +11,12 @@ import pytest
 from webhook_server import webhook
 
 from jobs import rental
+from jobs.context import Context
 from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.job_file import load
 from jobs.rental import RentalWatch, ended
 from jobs.reporting.display import Display
-from jobs.run import Context, RunDirectory
+from jobs.run import RunDirectory
 
 DELIVERS = "push.uri=s3://heads/one"  # on_finish is for a machine that nothing is left on
 

@@ -140,4 +140,4 @@ def test_the_whole_run_was_forecast_while_it_went_on(smoke):
     progress = json.loads((folder / "run.json").read_text())["stages"]["train"]["progress"]
     assert progress["done"] == progress["total"] == result["stages"]["train"]["counts"]["steps"]
     _, status = job("status", str(folder))
-    assert status["forecast"] is None and re.search(r"In all [\d.]+ min\.$", status["text"])
+    assert status["forecast"] is None and re.search(r"\nIn all [\d.]+ min\.\nDone, published at ", status["text"])

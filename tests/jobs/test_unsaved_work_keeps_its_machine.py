@@ -20,12 +20,13 @@ from webhook_server import webhook
 
 from entrypoints import launch
 from jobs.backup import SECONDS_AFTER_A_SIGNAL, Backup, time_to_save
+from jobs.context import Context
 from jobs.errors import Interrupted, JobError
 from jobs.job_file import load
 from jobs.ports import free_port
 from jobs.rental import ended
 from jobs.reporting.display import Display
-from jobs.run import Context, RunDirectory
+from jobs.run import RunDirectory
 from jobs.storage.saved_run import NotOurs, record_of
 from jobs.storage.senders import STOP_SECONDS
 

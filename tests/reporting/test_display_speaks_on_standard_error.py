@@ -40,8 +40,8 @@ with Display.open("auto", outlook=outlook) as display:
         time.sleep(0.6 if done == 400 else 0.03)  # long enough for the screen to be drawn in mid-stage
     display.note("caf\\u00e9 \\x1b[31m two\\nlines")
     print("a library's log line", file=sys.stderr)
-    display.metrics({"step": 10, "loss": 2.5, "accuracy": [0.5, 0.25]})
-    display.metrics({"step": 20, "loss": 2.25, "accuracy": [0.5, 0.25]})
+    display.metrics({"step": 10, "loss": 2.5, "accuracy_by_step": [0.5, 0.25]})
+    display.metrics({"step": 20, "loss": 2.25, "accuracy_by_step": [0.5, 0.25]})
     display.progress(800, 800, "tokens")
     time.sleep(0.4)
     display.stage_finished("generate.train", "done", 2.0, {"tokens": 800, "dropped": {"too long": 3}})
@@ -120,7 +120,7 @@ def test_a_terminal_gets_a_live_line_with_rate_eta_and_cost():
     assert "ETA 0:00:0" in plain
     whole = re.findall(r"run: elapsed 1:16:40, (.*?) more, cost 45\.00 of (.*?) EUR", plain)
     assert len(set(whole)) > 1, "the line about the whole run is brought up to date while the stage goes on"
-    assert "step=20 loss=2.25 accuracy=[0.5 0.25]" in plain
+    assert "step=20 loss=2.25 accuracy_by_step=[0.5 0.25]" in plain
     assert "a library's log line" in plain and "\x1b[31m two" not in screen
     assert "generate.train: done in 2.0 s" in plain and re.search(r"trained +2\.61", plain)
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from jobs.context import Context
 from jobs.errors import JobError
 from jobs.job_file import validated
 from jobs.reporting.display import Display
-from jobs.run import Context, RunDirectory
+from jobs.run import RunDirectory
 from jobs.settings import Settings, VerifierSettings
 from jobs.stages import generate
 from jobs.verifier.engine import VerifierEngine

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from jobs.context import Context
 from jobs.draft import replay
 from jobs.draft.formats import load_head, save_llama_eagle3
 from jobs.draft.model import Eagle3Head, HeadConfig
@@ -17,7 +18,7 @@ from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.job_file import load
 from jobs.reporting.display import Display
-from jobs.run import Context, RunDirectory
+from jobs.run import RunDirectory
 from jobs.stages import baseline, fetch, initial, judging
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
 from jobs.verifier.chat import Chat

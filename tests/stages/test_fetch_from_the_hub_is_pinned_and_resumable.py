@@ -18,7 +18,8 @@ DOWNLOAD = """
     import io, json, sys
     from pathlib import Path
     from jobs.reporting.display import Display
-    from jobs.run import Context, RunDirectory
+    from jobs.context import Context
+    from jobs.run import RunDirectory
     from jobs.job_file import load
     from jobs.stages import hub
     from jobs.errors import JobError
@@ -149,7 +150,8 @@ FETCH = """
     from pathlib import Path
     from jobs.errors import JobError
     from jobs.reporting.display import Display
-    from jobs.run import Context, RunDirectory
+    from jobs.context import Context
+    from jobs.run import RunDirectory
     from jobs.job_file import load
     from jobs.stages import fetch
     settings = load("smoke", overrides=sys.argv[2:], environment={})

@@ -14,11 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from generate_in_process import context_of, prepare, prompt
 
+from jobs.context import Context
 from jobs.errors import MustFix, TryAgain
 from jobs.job_file import load
 from jobs.ports import free_port
 from jobs.reporting.display import Display
-from jobs.run import Context, RunDirectory
+from jobs.run import RunDirectory
 from jobs.stages import preflight
 from jobs.verifier.endpoints import require_endpoints, unfit
 from jobs.verifier.remote import Traffic

@@ -18,10 +18,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "compat"))
 import successor  # noqa: E402
 
+from jobs.context import Context  # noqa: E402
 from jobs.errors import TryAgain  # noqa: E402
 from jobs.job_file import load  # noqa: E402
 from jobs.reporting.display import Display  # noqa: E402
-from jobs.run import Context, RunDirectory  # noqa: E402
+from jobs.run import RunDirectory  # noqa: E402
 from jobs.stages import fetch, live  # noqa: E402
 from jobs.storage.responses import Response, ResponseLog  # noqa: E402
 from jobs.verifier.chat import Chat  # noqa: E402

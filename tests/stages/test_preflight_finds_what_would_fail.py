@@ -17,10 +17,11 @@ import s3_servers
 from ceph_server import ceph_server
 
 from jobs.backup import backup_uri
+from jobs.context import Context
 from jobs.errors import MustFix, TryAgain
 from jobs.job_file import load
 from jobs.reporting.display import Display
-from jobs.run import Context, RunDirectory
+from jobs.run import RunDirectory
 from jobs.stages import preflight
 from jobs.stages.preflight import machine
 from jobs.stages.preflight.problem import sentence_of

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from jobs import run
+from jobs.context import Context
 from jobs.job_file import load
 from jobs.reporting.display import Display
 from jobs.stages import preflight
@@ -109,7 +110,7 @@ def test_a_driver_that_fails_or_hangs_is_told_with_its_words(tmp_path, driver_sa
     settings = load("smoke", overrides=["train.device=cuda"], environment={})
     directory, began = run.RunDirectory(tmp_path / "run"), time.monotonic()
     directory.begin(settings)
-    (sentence,) = preflight.CHECKS["gpus"](run.Context(settings, directory, Display.open("plain")), {})
+    (sentence,) = preflight.CHECKS["gpus"](Context(settings, directory, Display.open("plain")), {})
     assert time.monotonic() - began < 10 and directory.ledger["machine"]["gpus"] == []
     assert f"no GPU is visible (nvidia-smi {said}" in sentence and "mend the driver" in sentence and "--gpus all" not in sentence
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from jobs.context import Context
 from jobs.errors import MustFix
 from jobs.job_file import load
 from jobs.reporting.display import Display
-from jobs.run import Context, RunDirectory
+from jobs.run import RunDirectory
 from jobs.stages import fetch, prompts
 from jobs.verifier.tiny import PROMPTS
 

@@ -10,8 +10,8 @@ import pytest
 from faulty_network import faulty_network
 from publications import MIB, contents, make_head, sent_bodies_counted
 
+from jobs.context import StopSignal
 from jobs.errors import Interrupted
-from jobs.run import StopSignal
 from jobs.settings import PushSettings
 from jobs.storage import senders
 from jobs.storage.bucket import publish, pull

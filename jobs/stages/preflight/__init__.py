@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from jobs.backup import backup_uri, folder_of
+from jobs.context import Context
 from jobs.errors import Interrupted, JobError, MustFix, TryAgain
 from jobs.reporting import plan as planning
 from jobs.reporting.machines import MACHINES, called
-from jobs.run import Context, asked_driver
+from jobs.run import asked_driver
 from jobs.run import gpus as visible_gpus
 from jobs.settings import Settings
 from jobs.stages import hub

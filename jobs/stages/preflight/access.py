@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jobs.backup import backup_uri
+from jobs.context import Context
 from jobs.draft.statistics import MINIMUM_PROMPTS
 from jobs.errors import JobError, MustFix, TryAgain
-from jobs.run import Context
 from jobs.settings import PromptSource, PromptsSettings, Settings
 from jobs.stages import hub, push, speculation, standard
 from jobs.stages import prompts as stages_prompts

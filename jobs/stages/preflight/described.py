@@ -15,8 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from jobs.context import Context
 from jobs.errors import MustFix, TryAgain
-from jobs.run import Context
 from jobs.stages import hub
 from jobs.verifier.facts import INDEX
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs.run import Context
+from jobs.context import Context
 from jobs.settings import Settings
 from jobs.stages import hub
 from jobs.storage import read_ahead
