@@ -56,10 +56,13 @@ def run_pipeline(context: Context, *, redo: Iterable[str] = (), only: str | None
     ledger = context.run.ledger
     for name in redo:
         set_aside(context, name)
+    gate = ledger["gate"]
+    if only is None and gate and gate["verdict"] == "no_go":
+        gate["forced"] = context.force  # each start of the whole run decides anew; one stage, a push say, goes by what was decided
     missed: JobError | None = None
     try:
         for stage in PIPELINE:
-            if (only is not None and only != stage.NAME) or not is_asked_for(stage.NAME, context.settings):
+            if only not in (None, stage.NAME) or not is_asked_for(stage.NAME, context.settings):
                 continue
             context.should_stop.raise_if_set()
             if _stopped_by_gate(context, stage.NAME):
@@ -72,7 +75,7 @@ def run_pipeline(context: Context, *, redo: Iterable[str] = (), only: str | None
                 context.release_engine()
         if missed is not None:
             raise missed
-        status = "no_go" if (ledger["gate"] or {}).get("verdict") == "no_go" and not context.force else "done"
+        status = "no_go" if _says_no(context) else "done"
         finished = all(s["state"] in ("done", "skipped") for name, s in ledger["stages"].items() if is_asked_for(name, context.settings))
         _end(context, status if finished else "running", EXIT_DONE, None)
         return status
@@ -190,7 +193,7 @@ def refuse_stale_work(context: Context, stage: Any) -> None:
 
 def set_aside(context: Context, name: str) -> None:
     """Forget a stage's result for `--redo`; its files are kept under `superseded/`, never deleted."""
-    stage = next(stage for stage in PIPELINE if name == stage.NAME)
+    stage = {stage.NAME: stage for stage in PIPELINE}[name]
     folder = context.path / "superseded" / f"{name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     for path in stage.outputs(context):
         if path.exists() and path.is_relative_to(context.path):
@@ -215,11 +218,12 @@ def translate(error: Exception, path: Path) -> JobError:
 
 
 def _stopped_by_gate(context: Context, name: str) -> bool:
+    return _says_no(context) and STAGES.index(name) > STAGES.index("baseline")
+
+
+def _says_no(context: Context) -> bool:
     gate = context.run.ledger["gate"]
-    if not gate or gate["verdict"] != "no_go" or STAGES.index(name) <= STAGES.index("baseline"):
-        return False
-    gate["forced"] = context.force
-    return not context.force
+    return bool(gate) and gate["verdict"] == "no_go" and not gate["forced"]
 
 
 def _identities(context: Context, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:

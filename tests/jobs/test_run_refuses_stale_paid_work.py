@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,9 @@ def test_a_no_go_of_the_gate_ends_well_and_a_forced_run_starts_from_the_existing
     forced = run(folder, arguments=("--force",))
     assert forced["status"] == "done" and forced["published"], forced["error"]
     assert json.loads((folder / "run.json").read_text())["gate"]["forced"] is True
+    pushed = subprocess.run([sys.executable, "-m", "entrypoints.cli", "push", str(folder), "--json"], capture_output=True, text=True)
+    again = json.loads(pushed.stdout)
+    assert again["status"] == "done" and again["stages"]["push"]["state"] == "done", "one stage goes by what was decided for the run"
     told = [json.loads(line).get("text", "") for line in (folder / "events.jsonl").read_text().splitlines()]
     warmed = next(text for text in told if "warm start from existing, taps read as" in text)
     assert f"special ids it could not draft: [{lacks}]" in warmed
