@@ -21,6 +21,7 @@ from jobs.rental import LAST_WORDS_SECONDS, RentalClock, RentalWatch, ended, say
 from jobs.run import ON_REQUEST, STAGES, RunDirectory, is_asked_for
 from jobs.settings import RentalSettings, Settings
 from jobs.storage.files import unwritable_run_directory
+from jobs.wording import counted
 
 
 def job(
@@ -119,10 +120,10 @@ def pull(uri: str, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
             return {
                 "files": sorted(state["files"]),
                 "folder": str(folder),
-                "text": f"the run saved at {state['saved']} is in {folder}: {len(state['files'])} files verified",
+                "text": f"the run saved at {state['saved']} is in {folder}: {counted(len(state['files']), 'files')} verified",
             }
     manifest = bucket.pull(uri, folder, settings.push)
-    return {"files": manifest["files"], "folder": str(folder), "text": f"{len(manifest['files'])} files verified in {folder}"}
+    return {"files": manifest["files"], "folder": str(folder), "text": f"{counted(len(manifest['files']), 'files')} verified in {folder}"}
 
 
 def save(path: Path, uri: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def save(path: Path, uri: str, overrides: Sequence[str]) -> dict[str, Any]:
         should_stop.restore()
         run.close()
     return dataclasses.asdict(done) | {
-        "text": f"{done.files} files, {done.bytes / 1e9:.2f} GB saved to {uri}, {done.bytes_sent / 1e9:.2f} GB of them sent now; continue elsewhere with --resume-from {uri}"
+        "text": f"{counted(done.files, 'files')}, {done.bytes / 1e9:.2f} GB saved to {uri}, {done.bytes_sent / 1e9:.2f} GB of them sent now; continue elsewhere with --resume-from {uri}"
     }
 
 

@@ -24,6 +24,7 @@ from jobs.settings import Settings
 from jobs.storage.restored_run import restore
 from jobs.storage.saved_run import NotOurs, RunSaver, Saved, find, place_beside, record_of
 from jobs.storage.senders import STOP_SECONDS
+from jobs.wording import counted
 
 # A signal leaves half a minute: a provider kills soon after, and what was saved before still stands.
 SECONDS_AFTER_A_SIGNAL = 15.0
@@ -134,7 +135,7 @@ class Backup:
             if isinstance(done, Saved):
                 size, sent = done.bytes / 1e9, done.bytes_sent / 1e9
                 self._context.display.note(
-                    f"the run is saved to {done.uri}: {done.files} files, {size:.2f} GB, {sent:.2f} GB of them sent now"
+                    f"the run is saved to {done.uri}: {counted(done.files, 'files')}, {size:.2f} GB, {sent:.2f} GB of them sent now"
                 )
                 return
             passing = isinstance(done, (TryAgain, OSError))

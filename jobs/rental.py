@@ -34,6 +34,7 @@ from jobs.errors import Interrupted, JobError, MustFix
 from jobs.run import now
 from jobs.settings import RentalSettings, Settings
 from jobs.storage.files import files_under, held
+from jobs.wording import counted
 
 TICK_SECONDS = 1.0
 LOOKS_PER_STALL = 20  # a stall is known at the latest by so small a part of `stall_minutes` too late
@@ -66,7 +67,7 @@ class RentalClock:
         rental, reserve = self.rental, self.rental.reserve_minutes * 60
         if rental.deadline is not None and time.time() + reserve >= rental.deadline.timestamp():
             reason: JobError = Interrupted(
-                f"The deadline {rental.deadline.astimezone(datetime.UTC):%Y-%m-%d %H:%M} UTC is {rental.reserve_minutes:g} minutes away or past",
+                f"The deadline {rental.deadline.astimezone(datetime.UTC):%Y-%m-%d %H:%M} UTC is {counted(rental.reserve_minutes, 'minutes')} away or past",
                 where="rental.deadline", remedy="run the same command on the next machine, with --resume-from and a later rental.deadline",
             )  # fmt: skip
             reason.ends_rental = True
@@ -145,7 +146,7 @@ class RentalWatch:
         if stalled and not self._stalled:
             ledger = self._context.run.ledger
             running = next((name for name, stage in ledger["stages"].items() if stage["state"] == "running"), "no stage")
-            self._context.display.note(f"{running}: nothing was written for {quiet / 60:.0f} minutes")
+            self._context.display.note(f"{running}: nothing was written for {counted(round(quiet / 60), 'minutes')}")
             tell(self._context.settings, "stalled", {**ledger, "run_dir": str(self._context.path), "stage": running})
         self._stalled = stalled
 
@@ -211,7 +212,7 @@ def ended(settings: Settings, path: Path, result: Mapping[str, Any], error: JobE
 
 def _held(rental: RentalSettings, path: Path) -> bool:
     """Wait out the hold; False where a signal ended it, or somebody runs the job again meanwhile."""
-    _say(f"the machine is kept for {rental.hold_minutes:g} minutes, then on_finish runs; stop this process to keep it longer")
+    _say(f"the machine is kept for {counted(rental.hold_minutes, 'minutes')}, then on_finish runs; stop this process to keep it longer")
     stopped = threading.Event()
     previous = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

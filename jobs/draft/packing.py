@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jobs.errors import MustFix
+from jobs.wording import counted
 
 
 def _uniform(*names) -> float:
@@ -147,7 +148,7 @@ class Plan:
         """MustFix where there are fewer packed rows in all than ranks."""
         if world > self._starts[-1]:
             raise MustFix(
-                f"{world} ranks cannot share {self._starts[-1]} packed rows, which are all that there are",
+                f"{world} ranks cannot share {counted(self._starts[-1], 'packed rows')}, all that there is",
                 where="train.processes",
                 remedy=f"start {self._starts[-1]} or fewer, lower train.tokens_per_step, or generate more samples",
             )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jobs.errors import JobError, MustFix
+from jobs.wording import counted
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def refuse_idle(world: int, accumulate: int) -> None:
     """MustFix where a step has fewer packed rows than there are ranks."""
     if world > accumulate:
         raise MustFix(
-            f"{world} ranks cannot share {accumulate} packed rows a step",
+            f"{world} ranks cannot share {counted(accumulate, 'packed rows')} a step",
             where="train.accumulate",
             remedy=f"set train.accumulate to a multiple of {world}, or start fewer processes",
         )

@@ -17,6 +17,7 @@ import numpy as np
 
 from jobs.draft.acceptance import Judgement
 from jobs.errors import MustFix
+from jobs.wording import counted
 
 # A percentile bootstrap of n prompts has C(2n-1, n) distinct resamples: 35 at 4, 126 at 5. Below
 # this the ends of a 95 % interval would be the two or three most extreme ones.
@@ -121,7 +122,7 @@ def prompt_of(sample_id: str) -> str:
 def _enough(prompts: Sequence[str], name: str) -> None:
     if len(prompts) < MINIMUM_PROMPTS:
         raise MustFix(
-            f"{len(prompts)} prompts with a step are too few for an interval of {name}, which needs {MINIMUM_PROMPTS}",
+            f"{counted(len(prompts), 'prompts')} with a step: too few for an interval of {name}, which needs {MINIMUM_PROMPTS}",
             where="prompts.eval_samples",
             remedy="judge on more prompts",
         )

@@ -42,6 +42,7 @@ from jobs.draft.work import TrainResult, Work, prepared
 from jobs.errors import Interrupted, MustFix
 from jobs.settings import TrainSettings
 from jobs.storage.states import StateStore
+from jobs.wording import counted
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ class _Run:
         if not settings.patience or self.best.worse_since < settings.patience:
             return False
         self.reporter.note(
-            f"acceptance has not grown by more than {settings.patience_gain} for {self.best.worse_since} evaluations: "
+            f"acceptance has not grown by more than {settings.patience_gain} for {counted(self.best.worse_since, 'evaluations')}: "
             f"training ends after step {self.step} of {self.plan.steps}"
         )
         return True

@@ -13,6 +13,7 @@ from jobs.reporting.plan import Plan, plan, span
 from jobs.reporting.stage_times import over_link
 from jobs.reporting.workload import Range
 from jobs.settings import RentalSettings, Settings
+from jobs.wording import counted
 
 HOME = MACHINES["8x-rtx-pro-6000"].name  # the box that is there already
 # From the last word of a lost machine to the job's first on the next one: offers, boot, the image of some 20 GB.
@@ -84,12 +85,12 @@ def spot(planned: Plan, rental: RentalSettings) -> dict[str, Any]:
     worst = planned.seconds.high / (1 - lost[1]) if ends else float("inf")
     seconds = Range(planned.seconds.low / (1 - lost[0]) if lost[0] < 1 else float("inf"), worst)
     if not ends:
-        text = f"Spot: at {rental.interruptions_per_day:g} interruptions a day a restart of up to {figures.seconds_text(restart.high)} can eat all progress: rent on demand."
+        text = f"Spot: at {counted(rental.interruptions_per_day, 'interruptions')} a day a restart of up to {figures.seconds_text(restart.high)} can eat all progress: rent on demand."
         return {"seconds": None, "cost": None, "cheaper": False, "text": text}
     cost = seconds.times(per_hour / 3600)
     cheaper = cost.middle < planned.cost.middle
     text = (
-        f"Spot at {per_hour:,.2f} an hour with {rental.interruptions_per_day:g} interruptions a day, each costing {span(restart)}: {span(seconds)} and "
+        f"Spot at {per_hour:,.2f} an hour with {counted(rental.interruptions_per_day, 'interruptions')} a day, each costing {span(restart)}: {span(seconds)} and "
         f"{span(cost, figures.money_text)} {planned.currency}, on demand {span(planned.seconds)} and {span(planned.cost, figures.money_text)}: "
         f"{'spot is likely cheaper' if cheaper else 'on demand is likely cheaper'}."
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.run import STAGES
+from jobs.wording import counted
 
 # Counts that mean something per second. Everything else (coverage, verdicts, ids) does not.
 RATED = frozenset({"tokens", "response_tokens", "prompt_tokens", "rows", "positions", "steps", "bytes", "samples", "turns", "prompts"})
@@ -195,7 +196,7 @@ def counted_text(name: str, value: Any) -> str:
         return f"{bytes_text(value)} {name.removesuffix('bytes').replace('_', ' ')}".strip()
     plain = name.replace("_", " ")
     # "64 sequences", but "coverage 0.98" and "best ngram": only a number of things stands before its name.
-    return f"{count_text(value)} {plain}" if isinstance(value, int) and name.endswith("s") else f"{plain} {count_text(value)}"
+    return counted(value, plain) if isinstance(value, int) and name.endswith("s") else f"{plain} {count_text(value)}"
 
 
 def money_text(amount: float | None, currency: str = "") -> str:

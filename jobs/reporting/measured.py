@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from jobs.reporting.figures import mapping, number
 from jobs.reporting.public_cards import PublicCard, cards_for, differences
 from jobs.settings import Settings
+from jobs.wording import counted
 
 ORDER = ("domain", "thinking", "position", "source")
 TITLES = {"domain": "By domain", "thinking": "Inside and outside <think>", "position": "By position in the answer", "source": "By source"}
@@ -42,7 +43,7 @@ def group_tables(heads: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         rows = [(label, [_group_cell(head, dimension, label) for head in heads]) for label in labels]
         rest = next((count for head in heads if (count := number(mapping(head["others"].get(dimension)).get("labels")))), None)
         if rest and isinstance(shown, list):
-            rows.append((f"the {rest:.0f} others together", [_rest_cell(head, dimension) for head in heads]))
+            rows.append((f"the {counted(int(rest), 'others')} together", [_rest_cell(head, dimension) for head in heads]))
         elif len(rows) > LABELS_SHOWN:  # judged before the sum of the others was kept
             left = len(rows) - LABELS_SHOWN
             rows = [*rows[:LABELS_SHOWN], (f"and {left} more in {heads[-1]['file']}", [Cell(None) for _ in heads])]

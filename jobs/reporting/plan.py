@@ -24,6 +24,7 @@ from jobs.reporting.machines import MACHINES, Machine, Rates, calibrate, called,
 from jobs.reporting.stage_times import ZERO, StagePlan, fetch_bytes, over_link, stage_times
 from jobs.reporting.workload import KNOWN_VERIFIERS, Range, VerifierSize, Workload, workload
 from jobs.settings import Settings
+from jobs.wording import counted
 
 LARGEST_ON_CPU = 20e9  # bytes of a verifier that a machine without a GPU is planned for
 
@@ -290,7 +291,7 @@ def _assumptions(
         lines.append("generation over concurrency c goes as c / (c + 28): through 60 tok/s alone and 1,536 tok/s at 200 (measured)")
     if settings.generate.endpoints:
         lines.append(
-            f"generation as if this machine decoded: the {len(settings.generate.endpoints)} other servers of generate.endpoints are neither timed nor priced"
+            f"generation as if this machine decoded: {counted(len(settings.generate.endpoints), 'other servers')} of generate.endpoints neither timed nor priced"
         )
     if settings.generate.speculate != "off":
         lines.append(

@@ -9,6 +9,7 @@ from typing import Any
 from jobs.reporting.machines import Machine, Rates
 from jobs.reporting.workload import REFERENCE_FLOP, Range, VerifierSize, Workload, standard_samples, training_flop
 from jobs.settings import Settings
+from jobs.wording import counted
 
 ENGINE_START = "engine start"  # once a run, inside the first stage that needs the verifier
 ZERO = Range(0.0, 0.0)
@@ -88,7 +89,7 @@ def _live(settings: Settings, rates: Rates) -> list[StagePlan]:
             "live",
             seconds,
             ZERO,
-            f"two loads of the verifier, {live.requests} requests at {', '.join(map(str, live.concurrencies))} at once",
+            f"two loads of the verifier, {counted(live.requests, 'requests')} at {', '.join(map(str, live.concurrencies))} at once",
         )
     ]
 
@@ -160,7 +161,7 @@ def _steps(settings: Settings, rates: Rates, work: Workload, train_gpus: int) ->
     epochs = work.steps.high * settings.train.tokens_per_step * settings.train.accumulate / work.train_tokens.high
     # At best the states stay in the page cache after the first pass; at worst each epoch reads them again.
     reading = Range(work.train_bytes.low / rates.disk.high, work.train_bytes.high * epochs / rates.disk.low)
-    limit = f"arithmetic of {train_gpus} device{'s' if train_gpus > 1 else ''}, {round(work.steps.high):,} steps"
+    limit = f"arithmetic of {counted(train_gpus, 'devices')}, {counted(round(work.steps.high), 'steps')}"
     if reading.middle > arithmetic.middle:
         limit = "reading the states from disk"
     state = Range.exactly(work.head.checkpoint_bytes * settings.train.keep_checkpoints)
@@ -173,7 +174,7 @@ def _replay(name: str, settings: Settings, rates: Rates, work: Workload, heads: 
     fast, slow = sorted(step.per_token * ratio * heads for step in (rates.step_fast, rates.step_slow))
     arithmetic = Range(work.eval_tokens.low * fast, work.eval_tokens.high * slow).times(*REPLAY_SPREAD)
     reading = work.eval_bytes.over(rates.disk)
-    limit = f"replay of {heads} head{'' if heads == 1 else 's'}" if heads else "n-gram only"
+    limit = f"replay of {counted(heads, 'heads')}" if heads else "n-gram only"
     return StagePlan(name, _longer(arithmetic, reading) + Range(1, 10), ZERO, limit)
 
 

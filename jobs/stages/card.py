@@ -8,6 +8,7 @@ from jobs.draft.model import HeadConfig
 from jobs.reporting.public_cards import cards_for, differences
 from jobs.settings import PromptsSettings, Settings
 from jobs.stages import initial
+from jobs.wording import counted
 
 CARD = """---
 library_name: vllm
@@ -98,7 +99,7 @@ def _length(figure: dict[str, Any] | None) -> str:
         return "-"
     length = figure["acceptance_length"]
     interval = f" ({length['low']:.3f} to {length['high']:.3f})" if "low" in length else ""
-    return f"{length['mean']:.3f}{interval}, {figure['prompts']} prompts"
+    return f"{length['mean']:.3f}{interval}, {counted(figure['prompts'], 'prompts')}"
 
 
 def _live(live: dict[str, Any] | None) -> str:

@@ -24,6 +24,7 @@ from jobs.errors import MustFix, TryAgain
 from jobs.settings import PromptsSettings
 from jobs.stages import standard
 from jobs.storage.files import files_under
+from jobs.wording import counted
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 # Weights in other formats and demo material: never read, and often as large as the weights.
@@ -239,7 +240,7 @@ def download(context: Context, model: str, revision: str, *, stall_seconds: floa
         return local
     expected = sizes(model, revision)
     _refuse_unreadable(model)
-    context.note(f"fetch: {model}@{revision[:8]}, {len(expected)} files, {sum(expected.values()) / 1e9:.1f} GB")
+    context.note(f"fetch: {model}@{revision[:8]}, {counted(len(expected), 'files')}, {sum(expected.values()) / 1e9:.1f} GB")
     for attempt in range(1, ATTEMPTS + 1):
         child = subprocess.Popen([sys.executable, "-m", "jobs.stages.hub", model, revision], stdout=subprocess.PIPE, text=True)
         try:

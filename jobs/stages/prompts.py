@@ -23,6 +23,7 @@ from jobs.stages.conversations import seeded, turns_of
 from jobs.storage.files import write_atomically
 from jobs.verifier.chat import Chat
 from jobs.verifier.tiny import PROMPTS as SHIPPED
+from jobs.wording import counted
 
 NAME = "prompts"
 SETTINGS = ("prompts", "job.seed", "verifier.model", "verifier.max_model_len")
@@ -75,7 +76,7 @@ def run(context: Context) -> dict[str, Any]:
                 remedy="give more prompts, or raise prompts.max_prompt_tokens",
             )  # fmt: skip
         if len(chosen) < wanted:
-            context.note(f"prompts: {len(chosen)} {split} conversations instead of the {wanted} asked for")
+            context.note(f"prompts: {counted(len(chosen), f'{split} conversations')} instead of the {wanted} asked for")
         for row in chosen:
             row["split"] = split
     lines = [json.dumps(row, ensure_ascii=False) for row in evaluation + sets + training]

@@ -21,6 +21,7 @@ from jobs.stages.conversations import seeded
 from jobs.stages.train import FREE_SETTINGS, initial_head
 from jobs.storage.files import read_json, write_json_atomically
 from jobs.storage.states import StateStore
+from jobs.wording import counted
 
 __all__ = ["FREE_SETTINGS", "NAME", "SETTINGS", "inputs", "outputs", "run"]
 NAME = "scaling"
@@ -95,7 +96,7 @@ def _train(context: Context, store: StateStore, ids: list[str], share: float) ->
     verifier = VerifierWeights.read(context.verifier_path)
     head, is_warm = initial_head(context, verifier)
     settings = context.settings.train.model_copy(update={"evaluate_every": None})
-    context.note(f"scaling: training on {share:.0%} of the train split, {len(ids)} samples")
+    context.note(f"scaling: training on {share:.0%} of the train split, {counted(len(ids), 'samples')}")
     result = train(
         settings=settings, seed=context.settings.job.seed, head=head, verifier=verifier, store=store, sample_ids=ids, warm=is_warm, evaluate=None,
         folder=context.path / "scaling" / f"{share:g}", should_stop=context.should_stop, report=context.display.metrics,

@@ -74,7 +74,7 @@ def test_a_paired_gain_is_narrower_than_the_two_apart_and_zero_against_itself():
 
 def test_too_few_prompts_other_prompts_and_unknown_groups_are_refused():
     few = judgement("h", drawn(0, MINIMUM_PROMPTS - 1))
-    with pytest.raises(MustFix, match="4 prompts with a step are too few"):
+    with pytest.raises(MustFix, match="4 prompts with a step: too few"):
         mean_interval(few)
     one, other = judgement("a", drawn(0, 8)), judgement("b", drawn(0, 9))
     with pytest.raises(MustFix, match="not judged on the same prompts: 1 differ, the first is p8"):

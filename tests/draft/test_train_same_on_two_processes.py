@@ -93,7 +93,7 @@ def test_more_ranks_than_rows_are_refused(tmp_path):
     make_store(states, [(4, 12)] * 4)
     codes, error = run(states, tmp_path / "run", 2, accumulate=1)
     assert codes == [78, 78]
-    assert "2 ranks cannot share 1 packed rows a step (train.accumulate)" in error
+    assert "2 ranks cannot share 1 packed row a step (train.accumulate)" in error
     codes, error = run(states, tmp_path / "run", 2, accumulate=2, epochs=1)
     assert codes == [78, 78]
-    assert "2 ranks cannot share 1 packed rows, which are all that there are (train.processes)" in error
+    assert "2 ranks cannot share 1 packed row, all that there is (train.processes)" in error

@@ -174,7 +174,7 @@ def test_preflight_names_every_problem_at_once_and_begins_no_run(tmp_path):
     done = run("preflight", "smoke", "--json", "--run-dir", str(tmp_path / "run"), *(part for s in settings for part in ("--set", s)))
     assert done.returncode == 78, done.stderr
     message = answer(done)["error"]["message"]
-    assert "3 problem(s)" in message
+    assert "3 problems" in message
     for expected in (f"{prompts}, line 2", "vocab.size = 99999999", "/proc/none"):
         assert expected in message and sum(expected in line for line in done.stderr.splitlines() if line.startswith("  - ")) == 1
     assert answer(done)["run_dir"] == str(tmp_path / "run") and list(tmp_path.iterdir()) == [prompts], (

@@ -55,7 +55,7 @@ def test_spot_counts_every_restart():
     daily = spot(planned, settings("rental.spot_price_per_hour=20", "rental.interruptions_per_day=1").rental)
     restart = NEW_MACHINE_SECONDS.low + over_link(planned.stage("generate.train").bytes.low / 2, 5)
     assert daily["seconds"]["low"] == pytest.approx(planned.seconds.low / (1 - restart / 3600 / 24))
-    assert "likely cheaper" in daily["text"] and "1 interruptions a day" in daily["text"]
+    assert "likely cheaper" in daily["text"] and "1 interruption a day" in daily["text"]
     dear = spot(planned, settings("rental.spot_price_per_hour=47", "rental.interruptions_per_day=1").rental)
     assert not dear["cheaper"] and "on demand is likely cheaper" in dear["text"]
     hopeless = spot(planned, settings("rental.spot_price_per_hour=1", "rental.interruptions_per_day=24").rental)

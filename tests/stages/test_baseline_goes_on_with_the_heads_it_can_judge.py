@@ -237,7 +237,7 @@ def test_a_head_is_judged_in_the_type_in_which_it_is_served(heads, tmp_path, mon
 
 def test_too_few_prompts_for_an_interval_is_78(heads, tmp_path):
     context = made(tmp_path, {"good": heads["good"]}, prompts=4)
-    with pytest.raises(MustFix, match="4 prompts with a step are too few for an interval") as error:
+    with pytest.raises(MustFix, match="4 prompts with a step: too few for an interval") as error:
         baseline.run(context)
     assert error.value.exit_code == 78 and error.value.where == "prompts.eval_samples"
 

@@ -60,13 +60,13 @@ def test_a_network_that_failed_since_an_earlier_start_is_75(tmp_path, served, ne
     with pytest.raises(TryAgain, match="may pass.*does not answer.*start it again") as error:
         preflight.run(made)
     assert error.value.exit_code == 75 and set(problems_of(made)) == ({"destination"} if where == "bucket" else {"repositories", "fits"})
-    assert "1 fault(s)" in str(error.value), "told once, whoever meets it"
+    assert "1 fault that" in str(error.value), "told once, whoever meets it"
 
 
 def test_a_network_that_fails_beside_something_to_mend_is_78_and_both_are_named(tmp_path, served, network):
     made = context(tmp_path, *UNREACHABLE, "prompts.source=/nowhere/p.jsonl", *ON_THE_HUB)
     served.status = 503
-    with pytest.raises(MustFix, match=r"3 problem\(s\).*/nowhere/p.jsonl.*The hub does not answer.*The endpoint does not answer") as error:
+    with pytest.raises(MustFix, match=r"3 problems.*/nowhere/p.jsonl.*The hub does not answer.*The endpoint does not answer") as error:
         preflight.run(made)
     assert error.value.exit_code == 78 and len(error.value.problems) == 3
 

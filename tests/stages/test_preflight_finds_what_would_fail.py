@@ -137,7 +137,7 @@ def test_all_problems_at_once(tmp_path, monkeypatch):
     expected = ["/nowhere/p.jsonl", "vocab.size = 99999999", "/proc/none"]
     expected += [] if preflight.visible_gpus() else ["train.device = cuda but no GPU", "tensor_parallel_size = 512"]
     assert [part for part in expected if part not in text] == []
-    assert f"{len(expected)} problem(s)" in text and error.value.exit_code == 78 and "\n" not in text
+    assert f"{len(expected)} problems" in text and error.value.exit_code == 78 and "\n" not in text
 
 
 def test_a_check_that_hangs_is_a_problem_of_its_own(tmp_path, monkeypatch):

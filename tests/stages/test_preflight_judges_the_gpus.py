@@ -58,8 +58,8 @@ def test_what_the_probe_says_of_a_box(changes, expected):
 
 def test_too_few_gpus_and_too_little_memory():
     two = list(gpus.judge(box(count=4), 8, 540e9, 8))
-    assert "tensor_parallel_size = 8 but 4 GPU(s)" in two[0] and "has 8 GPUs, 4 are visible" in two[1]
-    assert "540 GB do not fit into 288 GB on 1 GPU(s)" in next(gpus.judge(box(), 1, 540e9, None))
+    assert "tensor_parallel_size = 8 with 4 GPUs visible" in two[0] and "has 8 GPUs, 4 of them visible" in two[1]
+    assert "540 GB do not fit into 288 GB on 1 GPU:" in next(gpus.judge(box(), 1, 540e9, None))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from jobs.stages.preflight.access import misfits
 from jobs.stages.preflight.problem import Problem, problem_of, sentence_of
 from jobs.storage.files import read_json, write_json_atomically
 from jobs.verifier.facts import weight_files
+from jobs.wording import counted
 
 __all__ = ["NAME", "SETTINGS", "expected_bytes", "inputs", "misfits", "outputs", "run"]
 NAME = "preflight"
@@ -81,12 +82,12 @@ def run(context: Context) -> dict[str, Any]:
         # managed job would rent one machine after the other.
         if _only_passing(found) and "counts" in context.run.stage(NAME):
             raise TryAgain(
-                f"Preflight met {len(problems)} fault(s) that may pass: {text}",
+                f"Preflight met {counted(len(problems), 'faults')} that may pass: {text}",
                 where=where,
                 remedy="nothing here is to be mended, start it again",
             )
         raise MustFix(
-            f"Preflight found {len(problems)} problem(s): {text}",
+            f"Preflight found {counted(len(problems), 'problems')}: {text}",
             where=where,
             remedy="mend them and run the same command again",
             problems=problems,

@@ -20,6 +20,7 @@ from typing import Any
 
 from jobs.ports import free_port
 from jobs.run import asked_driver
+from jobs.wording import counted
 
 PROBE_SECONDS = 100  # compiling for a new architecture and NCCL's start take up to half a minute on a busy box
 REDUCE_SECONDS = 45
@@ -66,12 +67,12 @@ def judge(found: dict[str, Any], together: int, memory_needed: float, wanted_gpu
         yield f"nvidia-smi is here but torch sees no GPU ({found.get('why', 'no reason given')}): start the container with --gpus all, with a driver for CUDA {found['cuda']}"
         return
     if together > count:
-        yield f"verifier.tensor_parallel_size = {together} but {count} GPU(s) are visible: lower it or rent more"
+        yield f"verifier.tensor_parallel_size = {together} with {counted(count, 'GPUs')} visible: lower it or rent more"
     if wanted_gpus is not None and count < wanted_gpus:
-        yield f"rental.machine has {wanted_gpus} GPUs, {count} are visible: start the container with --gpus all, or name the machine this is"
+        yield f"rental.machine has {counted(wanted_gpus, 'GPUs')}, {count} of them visible: start the container with --gpus all, or name the machine this is"
     memory = sum(gpu["memory_bytes"] for gpu in gpus[:together])
     if memory_needed > memory:
-        yield f"the verifier's {memory_needed / 1e9:.0f} GB do not fit into {memory / 1e9:.0f} GB on {together} GPU(s): raise verifier.tensor_parallel_size or rent larger ones"
+        yield f"the verifier's {memory_needed / 1e9:.0f} GB do not fit into {memory / 1e9:.0f} GB on {counted(together, 'GPUs')}: raise verifier.tensor_parallel_size or rent larger ones"
     yield from _versions(found)
     for gpu in gpus:
         if gpu["free_bytes"] < 0.9 * gpu["memory_bytes"]:

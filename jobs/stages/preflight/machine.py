@@ -18,6 +18,7 @@ from jobs.settings import Settings
 from jobs.stages import hub
 from jobs.storage import read_ahead
 from jobs.storage.files import files_under
+from jobs.wording import counted
 
 # What a run of any size needs beside its states: environment caches, checkpoints' temporary copies, reports.
 SPARE_BYTES = 2 << 30
@@ -103,7 +104,7 @@ def memory_limits(gpus: int, shm: Path = SHM) -> Iterator[str]:
     with contextlib.suppress(FileNotFoundError):
         size = shutil.disk_usage(shm).total
         if size < gpus * SHM_PER_GPU:
-            yield f"{shm} has {size / 1e9:.1f} GB, {gpus} GPUs need {gpus * SHM_PER_GPU / 1e9:.0f}: start the container with --shm-size 32g"
+            yield f"{shm} has {size / 1e9:.1f} GB, {gpus * SHM_PER_GPU / 1e9:.0f} GB are needed for {counted(gpus, 'GPUs')}: start the container with --shm-size 32g"
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft not in (resource.RLIM_INFINITY, -1) and soft < LEAST_MEMLOCK and os.geteuid() != 0:
         yield f"memlock is limited to {soft / 1e6:.0f} MB, pinned buffers need {LEAST_MEMLOCK / 1e9:.0f} GB: start the container with --ulimit memlock=-1"
