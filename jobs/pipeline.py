@@ -58,7 +58,8 @@ def run_pipeline(context: Context, *, redo: Iterable[str] = (), only: str | None
         set_aside(context, name)
     gate = ledger["gate"]
     if only is None and gate and gate["verdict"] == "no_go":
-        gate["forced"] = context.force  # each start of the whole run decides anew; one stage, a push say, goes by what was decided
+        # What was forced once stays so: its paid stages would otherwise be lost to the next start that lacks the flag.
+        gate["forced"] = gate["forced"] or context.force
     missed: JobError | None = None
     try:
         for stage in PIPELINE:
@@ -66,7 +67,8 @@ def run_pipeline(context: Context, *, redo: Iterable[str] = (), only: str | None
                 continue
             context.should_stop.raise_if_set()
             if _stopped_by_gate(context, stage.NAME):
-                ledger["stages"][stage.NAME] = {"state": "skipped"}
+                if ledger["stages"][stage.NAME]["state"] != "done":  # a baseline done again may say no after the training
+                    ledger["stages"][stage.NAME] = {"state": "skipped"}
             elif getattr(stage, "ALWAYS", False) or not is_fresh(context, stage):
                 missed = _run_or_miss(context, stage) or missed
             if stage.NAME == "fetch" and only is None and not _stopped_by_gate(context, LAST_ENGINE_STAGE):
