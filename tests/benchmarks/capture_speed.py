@@ -9,7 +9,8 @@ parameters, `deep` the same with 48 layers (43 GB), whose step takes the GPU lon
 does, `smol` a Llama of SmolLM2-135M's shape (rates do not depend on the weights).
 `ours` decodes with and without capture on one engine, taking turns, and prefills the answers into a store. There are more
 requests than places, of unequal lengths, as in a run: were all to end in one step, nearly all would be written after it.
-`speculators` prefills the first of the same tokens with the pinned release and saves one file a sample.
+`speculators` prefills the first of the same tokens with the pinned release and saves one file a sample. Its `end_to_end` is from
+prompts to a finished store: the answers without capture, then its rows, over what `ours` took for both at once.
 """
 
 import argparse
@@ -44,6 +45,7 @@ LAYERS = {"middle": 8, "deep": 48}
 KVL, NOPE, ROPE, V = 512, 128, 64, 128
 PROMPT = 64
 SHARD = StatesSettings(shard_mib=1024)
+OURS = "ours.json"
 
 
 def settings(given: argparse.Namespace) -> VerifierSettings:
@@ -233,6 +235,7 @@ def ours(work: Path, model: Path, given: argparse.Namespace) -> dict:
         # Of the process that has the states: the largest there was.
         "peak_host_gib": round(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 2**20, 2),
     }  # fmt: skip
+    (work / OURS).write_text(json.dumps(found))
     return found
 
 
@@ -264,7 +267,20 @@ def speculators(work: Path, model: Path, given: argparse.Namespace) -> dict:
         times.append(time.monotonic() - begun)
     generator.executor.shutdown()
     rows = sum(len(ids) - 1 for ids in tokens)
-    return {"start_s": round(started, 1), "seconds": [round(t, 2) for t in times], "rows": rows, "rows_per_s": round(rows / min(times))}
+    mine = json.loads((work / OURS).read_text())
+    theirs = mine["rows"] / rows * min(times)  # for all the rows that ours had
+    ends = {kind: (min(mine["seconds"][f"{kind}without"]) + theirs) / min(mine["seconds"][f"{kind}with"]) for kind in ("", "greedy_")}
+    ratios = {
+        "prefill_ratio": round(theirs / min(mine["prefill_seconds"]), 2),
+        "end_to_end": round(ends[""], 2),
+        "end_to_end_greedy": round(ends["greedy_"], 2),
+    }
+    return ratios | {
+        "start_s": round(started, 1),
+        "seconds": [round(t, 2) for t in times],
+        "rows": rows,
+        "rows_per_s": round(rows / min(times)),
+    }
 
 
 def main(given: argparse.Namespace) -> dict:

@@ -7,11 +7,14 @@ The verifier is any checkpoint folder that vLLM and a Llama-form head serve; the
 `--device cuda --dtype bfloat16` and larger numbers. What it does, each part by `eagle3-job run FILE` with a
 settings file that it writes (and that can be run again by hand):
 
-  first        generate, capture, judge untrained and n-gram, train from scratch, replay, live once
+  first        generate, capture, judge untrained and n-gram, train from scratch, replay, live once; with `--trial` the gate trains on a
+               share of the train split first, beside the loaded verifier, and the run goes on whatever it finds
   speculators  speculators trains its own model on the train states of `first`: the same samples, epochs, packed
                length, draft vocabulary, head shape, peak and shape of the learning rate
   judge        ours and theirs by replay on the eval states of `first`, paired over the same prompts
   again        training of `first` again on the same states with other settings, each of `--again NAME KEY=VALUE …`
+  live-greedy  the live measurement of `first` once more at temperature 0: is speculation lossless?
+  fp8-states   the answers of `first` again (their states by prefill) into a store in FP8, trained on as `first` was
   warm-own     other prompts, a warm start from our own first head, which also drafts while they are answered
   warm-theirs  the same answers again (their states by prefill), a warm start from speculators' head, ours beside it in the baseline
 
@@ -21,7 +24,6 @@ Every figure is a line of OUT/figures.jsonl. A part that is done is not repeated
 import argparse
 import json
 import os
-import random
 import re
 import resource
 import shutil
@@ -34,17 +36,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-PARTS = ("first", "speculators", "again", "judge", "warm-own", "warm-theirs")
+from real_model_files import UserFiles  # noqa: E402
+
+PARTS = ("first", "speculators", "again", "fp8-states", "judge", "live-greedy", "warm-own", "warm-theirs")
 
 
-class Bench:
-    def __init__(self, options: argparse.Namespace):
-        self.options, self.out = options, options.out.absolute()
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.verifier = options.verifier.absolute()
-
+class Bench(UserFiles):
     def say(self, what: str, **figures: Any) -> None:
         line = json.dumps({"what": what, **{key: short(value) for key, value in figures.items()}})
         print(line, flush=True)
@@ -63,84 +62,6 @@ class Bench:
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}, see {log}: {done.stdout[-600:]}")
         return done.stdout, time.perf_counter() - began, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    # ------------------------------------------------------------------ what a user writes
-
-    def prompts(self) -> dict[str, Path]:
-        """Three files without a prompt in common: eval, and the train splits of the first run and of those with more data."""
-        options, files = self.options, {name: self.out / f"prompts-{name}.jsonl" for name in ("eval", "first", "more")}
-        rows = [json.loads(line) for line in options.prompts.read_text().splitlines() if line.strip()]
-        random.Random(options.seed).shuffle(rows)
-        sizes = {"eval": options.eval_samples, "first": options.train_samples, "more": options.more_samples}
-        if sum(sizes.values()) > len(rows):
-            raise SystemExit(f"{options.prompts} holds {len(rows)} prompts, {sum(sizes.values())} are needed")
-        begin = 0
-        for name, size in sizes.items():
-            chosen = [{key: value for key, value in row.items() if key != "split"} for row in rows[begin : begin + size]]
-            text = "".join(json.dumps(row) + "\n" for row in chosen)
-            if not files[name].exists() or files[name].read_text() != text:  # a run beside this one may be reading it
-                files[name].write_text(text)
-            begin += size
-        return files
-
-    def settings(self, name: str, **changes: dict[str, Any]) -> Path:
-        """The settings file of one run."""
-        o, files, cuda = self.options, self.prompts(), self.options.device == "cuda"
-        sampling = {"temperature": o.temperature, "top_p": 0.95}
-        values: dict[str, dict[str, Any]] = {
-            "job": {"name": name, "seed": o.seed},
-            "verifier": {
-                "model": str(self.verifier), "dtype": o.dtype, "taps": list(self.taps()), "max_model_len": o.max_prompt_tokens + o.max_new_tokens + 16,
-                "max_num_seqs": o.max_num_seqs, "max_num_batched_tokens": max(2048, o.max_prompt_tokens), "enforce_eager": not cuda,
-                "gpu_memory_utilization": 0.4, **({} if cuda else {"kv_cache_gib": 2.0}),
-            },
-            "prompts": {
-                "source": str(files["first"]), "eval_source": str(files["eval"]), "train_samples": o.train_samples, "eval_samples": o.eval_samples,
-                "thinking_share": 0.0, "max_prompt_tokens": o.max_prompt_tokens, "domains": dict(o.domain),
-                "standard": [{"name": n, "source": str(Path(s).absolute()), "samples": o.standard_samples} for n, s in o.standard],
-            },
-            "generate": {"max_new_tokens": o.max_new_tokens, "thinking": sampling, "instant": sampling},
-            "states": {"shard_mib": 256 if not cuda else 1024},
-            "vocab": {"size": o.vocab, "min_coverage": 0.5},
-            "heads": {"untrained": True, "ngram": True, "warm_start": "none"},
-            "train": {
-                "device": o.device, "epochs": float(o.epochs), "tokens_per_step": o.tokens_per_step, "max_length": o.tokens_per_step,
-                "learning_rate": o.learning_rate, "warm_start_learning_rate": o.warm_learning_rate, "warmup_share": o.warmup_share, "ttt_steps": 3,
-                "compile": cuda, "heads": self.shape()[0], "kv_heads": self.shape()[1], "head_dim": self.shape()[2], "checkpoint_every": 100,
-                "evaluate_every": o.evaluate_every, "keep_best": False, "intermediate_size": self.shape()[3],
-            },
-            "evaluate": {"draft_tokens": 3, "scaling": o.scaling},
-            "package": {"name": f"{self.verifier.name}-eagle3"},
-        }  # fmt: skip
-        for section, keys in changes.items():
-            values[section] |= keys
-        path = self.out / f"{name}.toml"
-        path.write_text(
-            "".join(
-                f"[{section}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in keys.items() if value is not None) + "\n"
-                for section, keys in values.items()
-            )
-        )
-        return path
-
-    def config(self) -> dict[str, Any]:
-        found = json.loads((self.verifier / "config.json").read_text())
-        return found.get("text_config", found)
-
-    def taps(self) -> tuple[int, int, int]:
-        layers = self.config()["num_hidden_layers"]
-        return 2, layers // 2, layers - 3
-
-    def shape(self) -> tuple[int, int, int, int]:
-        """(heads, KV heads, head_dim, FFN) of both heads: the verifier's, as speculators' recipe takes them."""
-        c = self.config()
-        heads = c["num_attention_heads"]
-        return (
-            heads,
-            c.get("num_key_value_heads", heads),
-            c.get("head_dim") or c["hidden_size"] // heads,
-            self.options.intermediate_size or c["intermediate_size"],
-        )
 
     def job(self, settings: Path, *arguments: str) -> dict[str, Any]:
         """`eagle3-job run FILE`; its figures are said and its result returned."""
@@ -171,18 +92,33 @@ class Bench:
     # ------------------------------------------------------------------ the parts
 
     def first(self) -> None:
-        o = self.options
-        live = {"concurrencies": o.live, "requests": o.live_requests} if o.live else {}
-        self.job(self.settings("first", evaluate={"live": live} if live else {}))
+        o, changes, arguments = self.options, {}, ()
         if o.live:
-            found = json.loads((self.out / "first" / "live.json").read_text())
-            for way, entry in found["ways"].items():
-                for concurrency, run in entry["runs"].items():
-                    self.say(
-                        "live", way=way, concurrency=int(concurrency), tokens_per_second=run["output_throughput"], median_itl_ms=run.get("median_itl_ms"),
-                        median_tpot_ms=run.get("median_tpot_ms"), acceptance=run.get("spec_decode_acceptance_length"),
-                    )  # fmt: skip
-            self.say("live.speedup", **found["speedup"], same_answers=found.get("same_answers"))
+            changes["evaluate"] = {"live": {"concurrencies": o.live, "requests": o.live_requests}}
+        if o.trial:
+            changes["gate"], arguments = {"min_gain": 0.0, "trial_fraction": o.trial}, ("--force",)
+        self.job(self.settings("first", **changes), *arguments)
+        if o.trial:
+            self.say("first.gate", **json.loads((self.out / "first" / "run.json").read_text())["gate"])
+        if o.live:
+            self._live("live")
+
+    def live_greedy(self) -> None:
+        """As a user asks for it afterwards; the run's other stages are done."""
+        o = self.options
+        live = {"concurrencies": list(o.live), "requests": o.live_requests, "temperature": 0, "max_new_tokens": o.max_new_tokens // 2}
+        self.job(self.settings("first"), *(part for key, value in live.items() for part in ("--set", f"evaluate.live.{key}={value}")))
+        self._live("live-greedy")
+
+    def _live(self, name: str) -> None:
+        found = json.loads((self.out / "first" / "live.json").read_text())
+        for way, entry in found["ways"].items():
+            for concurrency, run in entry["runs"].items():
+                self.say(
+                    name, way=way, concurrency=int(concurrency), tokens_per_second=run["output_throughput"], median_itl_ms=run.get("median_itl_ms"),
+                    median_tpot_ms=run.get("median_tpot_ms"), acceptance=run.get("spec_decode_acceptance_length"),
+                )  # fmt: skip
+        self.say(f"{name}.speedup", **found["speedup"], same_answers=found.get("same_answers"))
 
     def speculators(self) -> None:
         self._trainer_of_theirs(self.options.speculators[0], "--only-files")  # for all of them, before several run at once
@@ -249,7 +185,7 @@ class Bench:
         store = StateStore(run / "states" / "eval")
         folders = {
             "ours": run / "trained",
-            **{name: self.out / name / "trained" for name, *_ in self.options.again},
+            **{name: self.out / name / "trained" for name in [*(name for name, *_ in self.options.again), "fp8-states"]},
             **{f"speculators-{name}": self.theirs(name) for name in self.options.speculators},
         }
         folders = {name: folder for name, folder in folders.items() if folder.exists()}
@@ -280,6 +216,9 @@ class Bench:
             for name in list(folders)[1:]:
                 self.say(f"judge.ours_over_{name}{form}", **paired_gain_interval(judged["ours" + form], judged[name + form])._asdict())
 
+    def fp8_states(self) -> None:
+        self.job(self.settings("fp8-states", states={"dtype": "fp8"}, generate={"responses": str(self.out / "first" / "states")}))
+
     def _warm(self, name: str, start: str, candidates: dict[str, Path], **generate: Any) -> None:
         o, listed = self.options, [{"name": each, "model": str(folder)} for each, folder in candidates.items()]
         path = self.settings(
@@ -304,15 +243,6 @@ def short(value: Any) -> Any:
     if isinstance(value, list):
         return [short(inner) for inner in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def toml(value: Any) -> str:
-    """A value in TOML's notation; a table is written inline."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {toml(inner)}" for key, inner in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(toml, value)) + "]"
-    return json.dumps(value)
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -362,6 +292,7 @@ def main() -> None:
     parser.add_argument(
         "--at-once", type=int, default=1, help="trainings of `speculators` and `again` side by side; their seconds then say little"
     )
+    parser.add_argument("--trial", type=float, help="share of the train split for a trial by the gate, before the rest is generated")
     parser.add_argument("--scaling", type=float, nargs="*", default=[])
     parser.add_argument("--live", type=int, nargs="*", default=[1, 4], help="concurrencies; none measures nothing live")
     parser.add_argument("--live-requests", type=int, default=16)

@@ -40,7 +40,8 @@ def test_every_part_that_needs_no_gpu(tmp_path):
         "ours.first_epoch_a_quarter_undecided",
         "ours.one_document",
         "ours.tf32",
-        "disk.ours",
+        "disk.ours.bfloat16",
+        "disk.ours.float8_e4m3fn",
         "end",
     } <= told
     assert all(line["tokens_per_second"] > 0 for line in lines if line["what"].startswith(("ours", "disk")))

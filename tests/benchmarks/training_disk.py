@@ -15,6 +15,7 @@ from jobs.draft.progress import Window
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
 
 TOKENS = 503
+MEASURED_SECONDS = 15.0
 
 
 def states(config: HeadConfig, seed: int):
@@ -26,9 +27,9 @@ def states(config: HeadConfig, seed: int):
     return ids, both[:, :3], both[:, 3], logprob
 
 
-def write_store(folder: Path, config: HeadConfig, samples: int) -> None:
+def write_store(folder: Path, config: HeadConfig, samples: int, dtype: str = "bfloat16") -> None:
     with ResponseLog(folder) as log:
-        writer = StateWriter(folder, StateLayout(TAPS, config.hidden_size, "bfloat16", "synthetic", "0" * 40, "0" * 64))
+        writer = StateWriter(folder, StateLayout(TAPS, config.hidden_size, dtype, "synthetic", "0" * 40, "0" * 64))
         for number in range(samples):
             ids, taps, final, logprob = states(config, number)
             name = f"s{number:05d}#0"
@@ -91,7 +92,10 @@ def ours(made: Ours, folder: Path, epochs: int) -> list[dict[str, float]]:
 
 
 def theirs(made, folder: Path, rows: int, workers: int) -> list[dict[str, float]]:
-    """One epoch of speculators' dataset, collation and step at `rows` a step; not counted are the first steps, with what was read ahead while they compiled."""
+    """One epoch of speculators' dataset, collation and step at `rows` a step; not counted are the first steps, with what was read ahead while they compiled.
+
+    Broken off after MEASURED_SECONDS of counted steps.
+    """
     from speculators.train.data import Eagle3SampleFileDataset, create_collate_fn
     from torch.utils.data import DataLoader
 
@@ -107,4 +111,7 @@ def theirs(made, folder: Path, rows: int, workers: int) -> list[dict[str, float]
             began, used = time.perf_counter(), 0
         made.step({name: value.to(made.device, non_blocking=True) for name, value in batch.items()}).item()
         used += int(batch["lengths"].sum())
+        if began and time.perf_counter() - began > MEASURED_SECONDS:
+            break
+    del batches  # its workers, before the next ones are started
     return [{"rows": rows, "steps": number + 1 - first, "tokens_per_second": used / (time.perf_counter() - began)}]

@@ -202,7 +202,7 @@ def one_gpu(bench: Bench) -> None:
     bench.attempt("ours.fp8", 60, ours, bench, first, False, "ours.fp8", fp8=True)
     one = (512, (SAMPLE,), "speculators.one_503_token_sample")
     size = lambda rows: (rows, documents_of(rows, 512), "speculators")  # noqa: E731
-    bench.attempt("speculators", 60, peer, bench, [size(second), one, size(2048), size(first)])
+    bench.attempt("speculators", 60, peer, bench, [size(second), one, size(first)])
     ratios(bench)
     bench.attempt("floor", 12, floor, bench, second)
     for rows in more:
@@ -218,24 +218,40 @@ def forms(bench: Bench) -> None:
 
 
 def from_disk(bench: Bench) -> None:
-    """The store of `--samples` samples, written beside the compilation, then two epochs: from the disk, from the page cache."""
-    rows, samples = bench.options.rows[0], bench.options.samples
-    writing = [threading.Thread(target=training_disk.write_store, args=(bench.folder / "store", bench.config, samples))]
+    """Stores of `--samples` samples in bf16 and in FP8, written beside the compilation, for each two epochs: from the disk, from the page cache.
+
+    speculators reads one `.pt` a sample, of twice as many samples: at 4,096 tokens a step, and one sample a step as the run to beat.
+    """
+    rows, samples, stores = bench.options.rows[0], bench.options.samples, ("bfloat16", "float8_e4m3fn")
+    writing = [
+        threading.Thread(target=training_disk.write_store, args=(bench.folder / dtype, bench.config, samples, dtype)) for dtype in stores
+    ]
     if bench.cuda:
-        writing.append(threading.Thread(target=training_disk.write_files, args=(bench.folder / "files", bench.config, samples // 2)))
+        writing.append(threading.Thread(target=training_disk.write_files, args=(bench.folder / "files", bench.config, 2 * samples)))
     for thread in writing:
         thread.start()
     made = Ours(bench.config, rows, Ranks(0, 1, bench.device), bench.folder)
     made.steps(made.feed(documents_of(rows, 512)), 3)
     for thread in writing:
         thread.join()
-    for figures in training_disk.ours(made, bench.folder / "store", epochs=2):
-        bench.say("disk.ours", rows=rows, **figures)
+    for dtype in stores:
+        for figures in training_disk.ours(made, bench.folder / dtype, epochs=2):
+            bench.say(f"disk.ours.{dtype}", rows=rows, **figures)
+            bench.known[f"disk.ours.{dtype}.{figures['epoch']}", rows] = figures["tokens_per_second"]
     del made
     bench.clean()
-    if bench.cuda and bench.left > 45:
-        for figures in training_disk.theirs(Speculators(bench.config, bench.device, 4096), bench.folder / "files", 4096, workers=8):
+    if not bench.cuda:
+        return
+    theirs = Speculators(bench.config, bench.device, 4096)
+    for size in (4096, 512):  # the second has room for one sample
+        if bench.left < 45:
+            bench.say("disk.speculators", rows=size, skipped=f"{bench.left:.0f} s left")
+            continue
+        torch._dynamo.reset()
+        for figures in training_disk.theirs(theirs, bench.folder / "files", size, workers=8):
             bench.say("disk.speculators", **figures)
+            ratio = {who: rate / figures["tokens_per_second"] for (who, _), rate in bench.known.items() if who.startswith("disk.ours")}
+            bench.say("ratio.from_disk_over_speculators", rows=size, **ratio)
 
 
 # ------------------------------------------------------------------ several GPUs
