@@ -15,12 +15,11 @@ from typing import Any, TextIO
 from entrypoints.answers import planned, standing, summary
 from jobs.context import Context, StopSignal
 from jobs.environment import ENVIRONMENT_PREFIX
-from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix
+from jobs.errors import EXIT_DONE, Interrupted, JobError, MustFix, unwritable_run_directory
 from jobs.job_file import load
 from jobs.rental import LAST_WORDS_SECONDS, RentalClock, RentalWatch, ended, say_what_is_saved
 from jobs.run import ON_REQUEST, STAGES, RunDirectory, is_asked_for
 from jobs.settings import RentalSettings, Settings
-from jobs.storage.files import unwritable_run_directory
 from jobs.wording import counted
 
 
@@ -68,7 +67,7 @@ def preflight(name: str, run_dir: Path | None, overrides: Sequence[str]) -> dict
     try:
         folder = tempfile.TemporaryDirectory(prefix=".eagle3-preflight-", dir=disk)
     except OSError as error:
-        raise unwritable_run_directory(disk, error) from error
+        raise unwritable_run_directory(path, error) from error
     with folder:
         try:
             result = _run(settings, Path(folder.name), only="preflight", report=False)

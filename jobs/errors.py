@@ -15,7 +15,9 @@ code   meaning
 """
 
 import errno
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 EXIT_DONE = 0
 EXIT_BUG = 1
@@ -64,6 +66,22 @@ class TryAgain(JobError):
 
 class Interrupted(TryAgain):
     """SIGTERM, SIGINT or a deadline: everything finished so far is saved."""
+
+
+def unwritable_run_directory(path: Path, error: OSError) -> MustFix:
+    remedies = {
+        errno.EROFS: "mount it writable",
+        errno.ENOSPC: "free space there",
+        errno.EDQUOT: "free space there",
+        errno.EACCES: f"give user {os.getuid()} write permission there",
+    }
+    # The others are refusals of file systems that hold no files of anybody, as /proc and /sys.
+    remedy = (
+        f"{remedies[error.errno]} or take another --run-dir"
+        if error.errno in remedies
+        else "take another --run-dir, nothing can be made there"
+    )
+    return MustFix(f"The run directory cannot be written: {error.strerror}", where=str(path), remedy=remedy)
 
 
 def as_job_error(error: BaseException, where: str | None = None) -> JobError:

@@ -22,9 +22,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jobs.errors import MustFix
+from jobs.errors import MustFix, unwritable_run_directory
 from jobs.settings import Settings
-from jobs.storage.files import JsonLog, held, read_json, sha256_file, unwritable_run_directory, write_json_atomically
+from jobs.storage.files import JsonLog, held, read_json, sha256_file, write_json_atomically
 
 LEDGER_VERSION = 1
 STAGES = (

@@ -1,5 +1,6 @@
 """The command line: exit codes, one sentence an error, one JSON line on standard output, always."""
 
+import contextlib
 import errno
 import json
 import os
@@ -135,6 +136,36 @@ def test_an_unwritable_run_directory_is_78(tmp_path):
     done = run("smoke", "--run-dir", str(blocked / "run"), "--json")
     assert done.returncode == 78
     assert "cannot be written" in answer(done)["error"]["message"]
+
+
+@contextlib.contextmanager
+def read_only(folder: Path):
+    """A folder that for root too cannot be written."""
+    (folder / "volume").mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "--bind", folder / "volume", folder / "volume"], capture_output=True).returncode:
+        pytest.skip("only root with the right to mount can make a read-only volume")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", folder / "volume"], check=True)
+        yield folder / "volume"
+    finally:
+        subprocess.run(["umount", folder / "volume"], check=True)
+
+
+@pytest.mark.parametrize("command", [("smoke",), ("preflight", "smoke")])
+def test_a_run_directory_on_a_read_only_volume_is_78_with_the_remedy_for_that(tmp_path, command):
+    with read_only(tmp_path) as volume:
+        done = run(*command, "--run-dir", str(volume / "run"))
+    assert done.returncode == 78
+    said = f"The run directory cannot be written: Read-only file system ({volume}/run): mount it writable or take another --run-dir."
+    assert done.stderr == f"eagle3-job: {said}\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is told that he lacks permission")
+def test_a_run_directory_where_no_file_can_be_is_not_a_question_of_permission():
+    for command in (("smoke",), ("preflight", "smoke")):
+        done = run(*command, "--run-dir", "/proc/x")
+        assert done.returncode == 78
+        assert "cannot be written" in done.stderr and "(/proc/x): take another --run-dir" in done.stderr and "permission" not in done.stderr
 
 
 def test_a_folder_that_a_command_cannot_write_is_78_and_no_bug(monkeypatch, capfd):

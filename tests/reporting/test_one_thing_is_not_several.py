@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.reporting import figures
-from jobs.stages.preflight import gpus, machine
+from jobs.stages.preflight import gpus
 from jobs.wording import counted
 
 
@@ -28,7 +28,7 @@ def test_the_counts_of_a_stage():
     assert figures.main_counts(figures.stage_rows(ledger)[0]) == "1 repository, 2.0 MB, 1 response token"
 
 
-def test_one_gpu(tmp_path):
+def test_one_gpu():
     box = {"gpus": [{"index": 0, "memory_bytes": 1e9, "free_bytes": 1e9, "capability": "9.0"}], "cuda": "12.8", "architectures": ["sm_90"]}
     told = " ".join(gpus.judge(box, 1, 2e9, None)) + " ".join(gpus.judge(box, 2, 1.0, None))
     assert "on 1 GPU:" in told and "tensor_parallel_size = 2 with 1 GPU visible" in told and "(s)" not in told
