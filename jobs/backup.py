@@ -58,18 +58,19 @@ def backup_uri(settings: Settings, run_dir: Path) -> str | None:
         return None
     uri = push.backup_uri or place_beside(push.uri)
     folder = folder_of(uri)
-    if push.backup_uri is None and folder is not None and os.stat(folder).st_dev == os.stat(_existing(run_dir)).st_dev:
+    if push.backup_uri is None and folder is not None and os.stat(existing(folder)).st_dev == os.stat(existing(run_dir)).st_dev:
         return None
     return uri
 
 
 def folder_of(uri: str) -> Path | None:
-    """The folder of a file:// address, or its nearest one that exists; None for a bucket."""
-    return _existing(Path(unquote(urlsplit(uri).path))) if uri.startswith("file://") else None
+    """The folder of a file:// address, whether it is there or not; None for a bucket."""
+    return Path(unquote(urlsplit(uri).path)) if uri.startswith("file://") else None
 
 
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+def existing(path: Path) -> Path:
+    """The folder, or the nearest above it that is there, as far as this user can see."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
 
 
 class Backup:

@@ -63,6 +63,7 @@ from jobs.draft.warm_start import WarmStart, warm_start
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.storage.files import read_json
+from jobs.wording import counted
 
 __all__ = [
     "LoadedHead",
@@ -219,7 +220,7 @@ def _is_supported(form: str, raw: Mapping[str, Any], layer: Mapping[str, Any], w
     if problem:
         raise MustFix(f"The head has {problem}, and only Llama-form EAGLE-3 heads are supported, no MLA draft", where=where, remedy=ANOTHER)
     if layer.get("num_hidden_layers", 1) != 1:
-        problem = f"{layer['num_hidden_layers']} layers"
+        problem = counted(layer["num_hidden_layers"], "layers")
     elif layer.get("hidden_act", "silu") != "silu":
         problem = f"the activation {layer['hidden_act']}"
     elif layer.get("attention_bias") or layer.get("mlp_bias"):
@@ -315,10 +316,12 @@ def _account(head: Eagle3Head, tensors: Mapping[str, Tensor], where: str) -> Non
     unknown = sorted(set(tensors) - set(wanted) - set(FROZEN_COPIES))
     if unknown:
         kind = "only Llama-form heads are supported, no MLA draft" if any("kv_a_proj" in n for n in unknown) else "no EAGLE-3 head has them"
-        raise MustFix(f"The head holds {len(unknown)} unknown tensors, the first is {unknown[0]}; {kind}", where=where, remedy=ANOTHER)
+        raise MustFix(
+            f"The head holds {counted(len(unknown), 'unknown tensors')}, the first is {unknown[0]}; {kind}", where=where, remedy=ANOTHER
+        )
     if missing:
         raise MustFix(
-            f"The head lacks {len(missing)} tensors, the first is {missing[0]}",
+            f"The head lacks {counted(len(missing), 'tensors')}, the first is {missing[0]}",
             where=where,
             remedy="take a complete checkpoint or give the verifier",
         )

@@ -60,17 +60,17 @@ CASES = {
     "an MLA draft": (mla, "only Llama-form EAGLE-3 heads are supported, no MLA draft"),
     "MLA tensors": (
         mla_tensors_behind_a_llama_config,
-        "1 unknown tensors, the first is layers.0.self_attn.kv_a_proj_with_mqa.weight; only Llama-form",
+        "1 unknown tensor, the first is layers.0.self_attn.kv_a_proj_with_mqa.weight; only Llama-form",
     ),
     "another prefix": (wrong_prefix, "unknown tensors, the first is model.midlayer"),
     "a tensor too many": (
         put("tensors", **{"midlayer.extra.weight": torch.zeros(1)}),
         "the first is layers.0.extra.weight; no EAGLE-3 head",
     ),
-    "a tensor missing": (drop("midlayer.hidden_norm.weight"), "lacks 1 tensors, the first is layers.0.hidden_norm.weight"),
+    "a tensor missing": (drop("midlayer.hidden_norm.weight"), "lacks 1 tensor, the first is layers.0.hidden_norm.weight"),
     "no embedding and no verifier": (
         drop("embed_tokens.weight"),
-        "lacks 1 tensors, the first is embed_tokens.weight.*or give the verifier",
+        "lacks 1 tensor, the first is embed_tokens.weight.*or give the verifier",
     ),
     "no map": (drop("d2t", "t2d"), "drafts 40 of 97 ids and has no d2t"),
     "ids where offsets belong": (absolute_map, "outside the verifier's 97.*offsets"),

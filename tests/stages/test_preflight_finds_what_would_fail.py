@@ -170,24 +170,9 @@ def test_another_vllm_and_none(tmp_path, monkeypatch):
 # The machine ----------------------------------------------------------------------------------------
 
 
-def test_a_small_disk(tmp_path):
-    with small_disk(tmp_path / "disk", 100) as folder:
-        made = context(folder)
-        sentences = looked(made, "disk")
-        assert "GB free, the run needs about" in sentences[0]
-        assert "a test file of 256 MiB" in sentences[1] and "No space left" in sentences[1]
-        made.run.close()
-
-
-def test_what_is_written_already_is_not_needed_again(tmp_path):
-    needed = machine.shutil.disk_usage(tmp_path).free
-    assert list(machine.disk(tmp_path, needed)) != []
-    assert list(machine.disk(tmp_path, needed, needed)) == []
-
-
 def test_a_disk_slower_than_the_states_come(tmp_path):
-    assert "put the run directory on local NVMe" in machine.disk_rate(tmp_path, 1e15)[0][0]
-    assert machine.disk_rate(tmp_path, 1.0)[0] == []
+    assert "put the run directory on local NVMe" in machine.disk_rate(tmp_path, 1e15, {})[0][0]
+    assert machine.disk_rate(tmp_path, 1.0, {})[0] == []
 
 
 def test_the_disk_is_measured_against_the_plan():
@@ -342,7 +327,6 @@ def test_a_copy_of_the_run_on_its_own_disk_is_made_only_where_it_is_asked_for(tm
     with small_disk(tmp_path / "other", 10) as folder:
         elsewhere = context(tmp_path, f"push.uri=file://{folder}/head")
         assert backup_uri(elsewhere.settings, elsewhere.path) == f"file://{folder}/head.run"
-        assert f"{folder} has 0.0 GB free" in looked(elsewhere, "disk")[0], "room for the copy, too"
 
 
 def copied(tmp_path, **changes):

@@ -10,13 +10,13 @@ it is exit code 75, which a managed job starts again.
     problem.py     what a check returns
     gpus.py        what each GPU is, a kernel compiled and run on it, an all-reduce over them
     machine.py     disk, memory limits, write permission, clock
+    room.py        what will lie on each file system, and whether it fits
     access.py      hub, prompts, heads, tokenizer, bucket
     described.py   the verifier before its download, so that the same is asked of it as of a local one
 """
 
 import contextlib
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from jobs.run import asked_driver
 from jobs.run import gpus as visible_gpus
 from jobs.settings import Settings
 from jobs.stages import hub
-from jobs.stages.preflight import access, gpus, machine
+from jobs.stages.preflight import access, gpus, machine, room
 from jobs.stages.preflight.access import misfits
 from jobs.stages.preflight.problem import Problem, problem_of, sentence_of
 from jobs.storage.files import read_json, write_json_atomically
@@ -66,16 +66,20 @@ def run(context: Context) -> dict[str, Any]:
     began = time.monotonic()
     until = began + LIMIT_SECONDS
     found = _all_at_once(context, measured, tuple(CHECKS), until)
+    _ask_for_room(found, measured)
     passing, looked = _only_passing(found), time.monotonic()
     if passing and looked + PAUSE_SECONDS + (looked - began) < until:  # it may take as long again
         context.note(f"preflight: {'; '.join(map(sentence_of, _problems(found)))} Looking once more in {PAUSE_SECONDS:.0f} s")
         _pause(context)
         found |= _all_at_once(context, measured, passing, until)
+        _ask_for_room(found, measured)  # there was enough, or nothing would have been looked at again
     problems = list(dict.fromkeys(map(sentence_of, _problems(found))))
     told = {name: check | {"problems": [sentence_of(problem) for problem in check["problems"]]} for name, check in found.items()}
-    write_json_atomically(
-        context.path / "preflight.json", {"versions": context.run.ledger["versions"], "checks": told, "measured": measured}
-    )
+    # On a full disk the list is what has to be told, not that it could not be written down.
+    with contextlib.suppress(MustFix) if problems else contextlib.nullcontext():
+        write_json_atomically(
+            context.path / "preflight.json", {"versions": context.run.ledger["versions"], "checks": told, "measured": measured}
+        )
     if problems:
         where, text = str(context.path / "preflight.json"), " | ".join(problems)
         # What answered at an earlier start will answer again. What never did may be a wrong address, for which a
@@ -96,6 +100,11 @@ def run(context: Context) -> dict[str, Any]:
     if "load" in measured:
         rates["verifier_read"] = measured["load"]["read"]
     return {"checks": len(found), "bytes_per_second": rates}
+
+
+def _ask_for_room(found: dict[str, dict[str, Any]], measured: dict[str, Any]) -> None:
+    for sentence in room.problems(measured):
+        found.setdefault("disk", {"seconds": 0.0, "problems": []})["problems"].append(sentence)
 
 
 def _problems(found: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
@@ -242,16 +251,17 @@ def expected_bytes(settings: Settings) -> float:
 
 
 def _disk(context: Context, measured: dict[str, Any]) -> Iterator[str]:
-    yield from machine.disk(context.path, expected_bytes(context.settings))
+    needed = expected_bytes(context.settings)
+    room.need(measured, room.THE_RUN, context.path, needed - room.bytes_under(context.path))
     copy = folder_of(backup_uri(context.settings, context.path) or "")
-    if copy is not None and shutil.disk_usage(copy).total:  # /proc and its like have none: the destination's check says so
-        yield from machine.disk(copy, expected_bytes(context.settings), 0)
+    if copy is not None:
+        room.need(measured, f"its copy in {copy}", copy, needed - (room.bytes_under(copy) if copy.is_dir() else 0))
     planned, named = _planned(context.settings), called(context.settings.rental.machine)
     least = None
     if planned is not None and named is not None and named.gpus:
         writing = planned.stage("generate.train")
         least = writing.bytes.low / max(writing.seconds.high, 1.0)
-    sentences, measured["disk"] = machine.disk_rate(context.path, least)
+    sentences, measured["disk"] = machine.disk_rate(context.path, least, measured)
     yield from sentences
     yield from _load_rate(context, measured)
 
@@ -264,7 +274,7 @@ def _load_rate(context: Context, measured: dict[str, Any]) -> Iterator[str]:
         rate = machine.read_rate(weight_files(folder), threads)
     elif (folder := _hub_cache()) is not None:
         own = os.stat(folder).st_dev == os.stat(context.path).st_dev
-        rate = (measured["disk"] if own else machine.disk_rate(folder, None)[1]).get("read")
+        rate = (measured["disk"] if own else machine.disk_rate(folder, None, {})[1]).get("read")
     else:
         return
     if not rate or not size:
@@ -294,9 +304,7 @@ def _repositories(context: Context, measured: dict[str, Any]) -> Iterator[Proble
     yield from access.repositories(context, to_fetch)
     cache = _hub_cache()
     if cache is not None and sum(to_fetch.values()):
-        one_disk = os.stat(cache).st_dev == os.stat(context.path).st_dev
-        needed = sum(to_fetch.values()) + (max(expected_bytes(context.settings) - machine.bytes_under(context.path), 0) if one_disk else 0)
-        yield from machine.disk(cache, needed, 0)
+        room.need(measured, f"what is fetched into {cache}", cache, sum(to_fetch.values()))
 
 
 # Each yields problems and may put what it measured into the dictionary.
@@ -306,7 +314,7 @@ CHECKS: dict[str, Callable[[Context, dict[str, Any]], Iterable[Problem]]] = {
     "gpus": _gpus,
     "memory": _memory,
     "disk": _disk,
-    "writable": lambda context, measured: machine.writable(context),
+    "writable": machine.writable,
     "clock": lambda context, measured: machine.clock(machine.clock_servers(context.settings)),
     "repositories": _repositories,
     "prompts": lambda context, measured: access.prompts(context),

@@ -2,6 +2,7 @@
 
 import contextlib
 import email.utils
+import errno
 import os
 import resource
 import shutil
@@ -13,38 +14,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jobs.backup import existing
 from jobs.context import Context
 from jobs.settings import Settings
 from jobs.stages import hub
+from jobs.stages.preflight import room
 from jobs.storage import read_ahead
-from jobs.storage.files import files_under
 from jobs.wording import counted
 
-# What a run of any size needs beside its states: environment caches, checkpoints' temporary copies, reports.
-SPARE_BYTES = 2 << 30
 PROBED_BYTES = 256 << 20
 PROBE_SECONDS = 15.0
 SHM_PER_GPU = 1 << 30  # NCCL and vLLM's workers exchange tensors there; Docker's default of 64 MB ends in a bus error
 LEAST_MEMLOCK = 8 << 30  # pinned host buffers of the states on their way to the disk
 LARGEST_SKEW = 240.0  # seconds; S3 refuses a signature from 15 minutes on, and clocks drift further
 SHM = Path("/dev/shm")
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def disk(folder: Path, needed: float, there: float | None = None) -> Iterator[str]:
-    """Free bytes against `needed`; `there` of them are written already, by default all of the folder."""
-    there = bytes_under(folder) if there is None else there
-    free, missing = shutil.disk_usage(folder).free, SPARE_BYTES + max(needed - there, 0)
-    if free < missing:
-        yield f"{folder} has {free / 1e9:.1f} GB free, the run needs about {missing / 1e9:.1f} GB more there: take a larger disk or fewer samples, and states.dtype = fp8 where it is not yet"
+def disk_rate(folder: Path, least: float | None, measured: dict[str, Any]) -> tuple[list[str], dict[str, float]]:
+    """(sentences, bytes a second written and read) of a file of PROBED_BYTES, past the page cache where the disk allows it.
 
-
-def bytes_under(folder: Path) -> int:
-    """Bytes on the disk, so that a preallocated shard counts for what is written of it."""
-    return sum(found.st_blocks * 512 for _, found in files_under(folder))
-
-
-def disk_rate(folder: Path, least: float | None) -> tuple[list[str], dict[str, float]]:
-    """(sentences, bytes a second written and read) of a file of PROBED_BYTES, past the page cache where the disk allows it."""
+    measured: hears of a full disk, which is told once, with all that is wanted there.
+    """
     block, sizes = os.urandom(1 << 22), PROBED_BYTES >> 22
     rates: dict[str, float] = {}
     try:
@@ -66,9 +57,10 @@ def disk_rate(folder: Path, least: float | None) -> tuple[list[str], dict[str, f
                 pass
             rates["read"] = file.tell() / (time.monotonic() - began)
     except OSError as error:
-        return [
-            f"a test file of {PROBED_BYTES >> 20} MiB in {folder} failed ({error.strerror}): free space there, or take another disk"
-        ], rates
+        if error.errno in FULL:
+            room.failed(measured, f"a test file of {PROBED_BYTES >> 20} MiB", folder, error.strerror)
+            return [], rates
+        return [f"a test file of {PROBED_BYTES >> 20} MiB in {folder} failed ({error.strerror}): take another disk"], rates
     if least and rates["written"] < least:
         return [
             f"{folder} writes {rates['written'] / 1e6:.0f} MB/s, the states come at up to {least / 1e6:.0f} MB/s: put the run directory on local NVMe, or states.dtype = fp8"
@@ -110,7 +102,8 @@ def memory_limits(gpus: int, shm: Path = SHM) -> Iterator[str]:
         yield f"memlock is limited to {soft / 1e6:.0f} MB, pinned buffers need {LEAST_MEMLOCK / 1e9:.0f} GB: start the container with --ulimit memlock=-1"
 
 
-def writable(context: Context) -> Iterator[str]:
+def writable(context: Context, measured: dict[str, Any]) -> Iterator[str]:
+    """Every folder that is written to, those of a read-only file system in one sentence. measured: hears of a full one."""
     folders = {
         "run directory": context.path,
         "temporary folder": Path(tempfile.gettempdir()),
@@ -120,6 +113,7 @@ def writable(context: Context) -> Iterator[str]:
     for name in ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
         if os.environ.get(name):
             folders[name] = Path(os.environ[name])
+    refused: dict[tuple[str | int, str], list[str]] = {}
     for name, folder in folders.items():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +122,13 @@ def writable(context: Context) -> Iterator[str]:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            yield f"the {name} {folder} cannot be written by user {os.getuid()} ({error.strerror}): mount it writable"
+            if error.errno in FULL:
+                room.failed(measured, f"the {name} {folder}", folder, error.strerror)
+            else:
+                place = existing(folder).stat().st_dev if error.errno == errno.EROFS else name
+                refused.setdefault((place, error.strerror), []).append(f"the {name} {folder}")
+    for (_, why), named in refused.items():
+        yield f"{' and '.join(named)} cannot be written by user {os.getuid()} ({why}): mount {'it' if len(named) == 1 else 'them'} writable"
 
 
 def clock_servers(settings: Settings) -> list[str]:
