@@ -72,10 +72,11 @@ def preflight(name: str, run_dir: Path | None, overrides: Sequence[str]) -> dict
         try:
             result = _run(settings, Path(folder.name), only="preflight", report=False)
         except JobError as error:
-            # The folder that was measured is gone by now: name the one it stood for.
-            error.message, error.where = error.message.replace(folder.name, str(path)), None
+            # The folder that was measured is gone by now: name the one it stood for, and no report in it.
+            error.message, where = error.message.replace(folder.name, str(path)), error.where or ""
+            error.where = None if where.endswith("preflight.json") else where.replace(folder.name, str(path)) or None
             error.problems = [problem.replace(folder.name, str(path)) for problem in error.problems]
-            error.summary |= {"error": error.as_dict(), "run_dir": str(path)}
+            _as_job_error(error, path).summary |= {"error": error.as_dict(), "run_dir": str(path)}
             raise
         found = json.loads((Path(folder.name) / "preflight.json").read_text())
     text = f"{len(found['checks'])} checks passed for {settings.job.name} in {path}"

@@ -160,6 +160,21 @@ def test_a_run_directory_on_a_read_only_volume_is_78_with_the_remedy_for_that(tm
     assert done.stderr == f"eagle3-job: {said}\n"
 
 
+def test_a_disk_with_no_byte_left_is_78_with_the_remedy_for_that(tmp_path):
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("only root with the right to mount can make a small disk")
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            (tmp_path / "ballast").write_bytes(bytes(1 << 17))
+        for command in (("smoke",), ("preflight", "smoke")):
+            done = run(*command, "--run-dir", str(tmp_path / "run"))
+            assert done.returncode == 78
+            said = "The run directory cannot be written: No space left on device"
+            assert done.stderr == f"eagle3-job: {said} ({tmp_path}/run): free space there or take another --run-dir.\n"
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user is told that he lacks permission")
 def test_a_run_directory_where_no_file_can_be_is_not_a_question_of_permission():
     for command in (("smoke",), ("preflight", "smoke")):

@@ -10,7 +10,7 @@ from jobs.errors import MustFix
 from jobs.stages import preflight
 from jobs.stages.preflight import room
 
-ON_A_DISK = ("disk", "writable")
+ON_A_DISK = ("disk", "writable", "destination")
 
 
 @pytest.fixture
@@ -48,6 +48,7 @@ def test_a_disk_on_which_nothing_can_be_made_any_more(tmp_path, monkeypatch, pro
         for name in ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "HF_HOME"):
             monkeypatch.setenv(name, str(disk / name.lower()))
         (sentence,) = problems_of(context(tmp_path))
+    assert sentence.startswith(f"{disk}/")
     assert f"the TORCHINDUCTOR_CACHE_DIR {disk}/torchinductor_cache_dir" in sentence and f"and the VLLM_CACHE_ROOT {disk}/" in sentence
     assert "could not be written (No space left on device): free space or remove files there" in sentence
 

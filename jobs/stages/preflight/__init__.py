@@ -32,7 +32,7 @@ from jobs.reporting.machines import MACHINES, called
 from jobs.run import asked_driver
 from jobs.run import gpus as visible_gpus
 from jobs.settings import Settings
-from jobs.stages import hub
+from jobs.stages import hub, push
 from jobs.stages.preflight import access, gpus, machine, room
 from jobs.stages.preflight.access import misfits
 from jobs.stages.preflight.problem import Problem, problem_of, sentence_of
@@ -307,6 +307,16 @@ def _repositories(context: Context, measured: dict[str, Any]) -> Iterator[Proble
         room.need(measured, f"what is fetched into {cache}", cache, sum(to_fetch.values()))
 
 
+def _destination(context: Context, measured: dict[str, Any]) -> Iterator[Problem]:
+    folder = folder_of(push.destination(context))
+    try:
+        yield from access.destination(context, measured.setdefault("destination", {}))
+    except OSError as error:
+        if folder is None or error.errno not in machine.FULL:
+            raise
+        room.failed(measured, f"the destination {folder}", folder, error.strerror)
+
+
 # Each yields problems and may put what it measured into the dictionary.
 CHECKS: dict[str, Callable[[Context, dict[str, Any]], Iterable[Problem]]] = {
     "versions": _versions,
@@ -320,7 +330,7 @@ CHECKS: dict[str, Callable[[Context, dict[str, Any]], Iterable[Problem]]] = {
     "prompts": lambda context, measured: access.prompts(context),
     "endpoints": lambda context, measured: access.endpoints(context),
     "fits": lambda context, measured: access.fits(context),
-    "destination": lambda context, measured: access.destination(context, measured.setdefault("destination", {})),
+    "destination": _destination,
 }
 # Imports of vLLM and of a tokenizer's own code patch and register things: one thread does that.
 IN_THE_MAIN_THREAD = ("versions", "shims", "fits")
