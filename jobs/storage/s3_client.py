@@ -10,11 +10,13 @@ link that shares 1 Gbps among 16 threads. `sending` therefore waits longer, and 
 which may take so long.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
 
 import boto3
+import botocore.session
 from botocore.client import Config
 from botocore.exceptions import (
     BotoCoreError,
@@ -28,6 +30,7 @@ from botocore.exceptions import (
     SSLError,
 )
 from botocore.exceptions import ConnectionError as NoConnectionError
+from botocore.loaders import Loader, create_loader
 from urllib3.exceptions import HTTPError
 
 from jobs.errors import JobError, MustFix, TryAgain
@@ -148,13 +151,21 @@ class Body:
         return piece
 
 
+@functools.cache
+def _models() -> Loader:
+    """What botocore knows of S3, read once a process: 60 to 200 ms, which each new session would spend again."""
+    return create_loader()
+
+
 def clients_for(settings: PushSettings, uri: str) -> tuple[Any, Any]:
     """(for questions, for sending bodies): the first gives up on a dead endpoint after a few seconds."""
     region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if region is None and settings.endpoint_url:
         region = "us-east-1"  # what servers without regions sign with
     try:
-        session = boto3.session.Session()
+        core = botocore.session.get_session()
+        core.register_component("data_loader", _models())
+        session = boto3.session.Session(botocore_session=core)
         if session.get_credentials() is None:
             raise NoCredentialsError()
         asking, sending = (

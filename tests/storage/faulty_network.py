@@ -1,4 +1,4 @@
-"""A TCP relay before a real server: breaks connections off, changes bytes on their way to it, or is slow."""
+"""A TCP relay before a real server: breaks connections off, changes bytes on their way to it, or is slow; and it counts."""
 
 import contextlib
 import socket
@@ -17,7 +17,10 @@ class FaultyNetwork:
     breaks_left: int = 0  # ... for so many connections
     swap: tuple[bytes, bytes] | None = None  # in requests, the first for the second
     requests_per_second: int | None = None  # bytes of each connection's requests
+    answers_per_second: int | None = None  # bytes of each connection's answers
+    starved: int = 0  # so many connections get a hundredth of that from their second MiB on
     broken: int = 0
+    answered: int = 0  # bytes of all answers
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def serve(self, listener: socket.socket) -> None:
@@ -48,12 +51,18 @@ class FaultyNetwork:
         return data.replace(*self.swap) if self.swap else data
 
     def _answer(self):
-        passed = 0
+        passed, slower = 0, 1
 
         def change(data: bytes) -> bytes | None:
-            nonlocal passed
+            nonlocal passed, slower
             passed += len(data)
+            if self.answers_per_second:
+                time.sleep(slower * len(data) / self.answers_per_second)
             with self._lock:
+                self.answered += len(data)
+                if self.starved and passed > 1 << 20:
+                    self.starved -= 1
+                    slower = 100
                 if self.break_after is not None and self.breaks_left and passed > self.break_after:
                     self.breaks_left -= 1
                     self.broken += 1

@@ -150,7 +150,7 @@ def test_an_interrupted_download_resumes(place, tmp_path, ending):
 def test_a_broken_connection_is_picked_up_within_one_call(bucket, server, settings, tmp_path):
     uri, head = f"s3://{bucket}/head", make_head(tmp_path / "head", 1)
     publish(head, uri, settings, state=None)
-    with faulty_network(server.endpoint_url, break_after=4 * MIB, breaks_left=3) as network:
+    with faulty_network(server.endpoint_url, break_after=MIB // 2, breaks_left=3) as network:
         pull(uri, tmp_path / "back", settings.model_copy(update={"endpoint_url": network.endpoint_url}))
         assert network.broken == 3
     assert contents(tmp_path / "back") == contents(head)
