@@ -42,7 +42,7 @@ def places(home: Plan, rented: Plan) -> dict[str, Any]:
 
     Sending overlaps with making, so the longer of both counts. The rented machine then never loads the verifier.
     """
-    states = home.stage("generate.train").bytes + home.stage("generate.eval").bytes
+    states = _train_states(home) + home.stage("generate.eval").bytes
     link = Range(over_link(states.low, home.link_gbps), over_link(states.high, home.link_gbps) / LINK_SHARE_AT_WORST)
     at_home = _total(home, lambda name: name in ON_THE_VERIFIER)
     made = Range(max(at_home.low, link.low), max(at_home.high, link.high))
@@ -73,7 +73,7 @@ def spot(planned: Plan, rental: RentalSettings) -> dict[str, Any]:
     of T hours takes T / (1 - n r); at n r >= 1 it never ends.
     """
     each_hour = rental.interruptions_per_day / 24
-    states = planned.stage("generate.train").bytes
+    states = _train_states(planned)
     restart = Range(
         NEW_MACHINE_SECONDS.low + over_link(states.low / 2, planned.link_gbps),
         NEW_MACHINE_SECONDS.high + planned.stage("fetch").seconds.high + planned.stage("engine start").seconds.high
@@ -149,3 +149,8 @@ def samples_within(amount: float, settings: Settings, rates: Rates | None, machi
         return max(0.0, (amount - (low - few * each)) / each)
 
     return Range(affordable(small.high, large.high), affordable(small.low, large.low))
+
+
+def _train_states(planned: Plan) -> Range:
+    """Bytes of the train split; the gate's trial makes the first of them."""
+    return planned.stage("baseline").bytes + planned.stage("generate.train").bytes

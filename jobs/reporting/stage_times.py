@@ -57,8 +57,8 @@ def stage_times(
         StagePlan("prompts", Range.exactly(samples).over(PROMPTS_PER_SECOND), ZERO, "tokenizer"),
         StagePlan(ENGINE_START, rates.load_seconds.times(1 / rates.spread, rates.spread), ZERO, "reading the verifier from disk"),
         _generate("generate.eval", settings, rates, work.eval_tokens, work.eval_response_tokens, work.eval_bytes),
-        _replay("baseline", settings, rates, work, work.heads_judged),
-        _generate("generate.train", settings, rates, work.train_tokens, work.train_response_tokens, work.train_bytes),
+        _baseline(settings, rates, work, train_gpus),
+        _generate_train(settings, rates, work, _without(work.train_tokens, work.trial_tokens)),
         StagePlan("vocab", work.train_tokens.over(TOKENS_COUNTED_PER_SECOND), ZERO, "counting tokens"),
         _train(settings, rates, work, train_gpus),
         _replay("evaluate", settings, rates, work, 1),
@@ -72,6 +72,33 @@ def stage_times(
         ),
         *_scaling(settings, rates, work, train_gpus),
     ]
+
+
+def _baseline(settings: Settings, rates: Rates, work: Workload, train_gpus: int) -> StagePlan:
+    """The heads there are, and the gate's trial: its part of the train split answered, trained on once and judged."""
+    judged, trial = _replay("baseline", settings, rates, work, work.heads_judged), work.trial_tokens
+    if not trial.high:
+        return judged
+    answered = _generate_train(settings, rates, work, trial)
+    steps = trial.times(1 / (settings.train.tokens_per_step * settings.train.accumulate))
+    trained = _steps(settings, rates, replace(work, train_tokens=trial, steps=steps), train_gpus)
+    return replace(
+        judged,
+        seconds=judged.seconds + answered.seconds + trained.seconds + _replay("baseline", settings, rates, work, 1).seconds,
+        bytes=answered.bytes,
+        limit=f"{judged.limit}, and the gate's trial: {settings.gate.trial_fraction:.0%} of the train split answered and trained on",
+    )
+
+
+def _generate_train(settings: Settings, rates: Rates, work: Workload, tokens: Range) -> StagePlan:
+    """So many tokens of the train split, its responses and bytes in the same proportion."""
+    low, high = tokens.low / work.train_tokens.low, tokens.high / work.train_tokens.high
+    responses, size = (Range(whole.low * low, whole.high * high) for whole in (work.train_response_tokens, work.train_bytes))
+    return _generate("generate.train", settings, rates, tokens, responses, size)
+
+
+def _without(whole: Range, part: Range) -> Range:
+    return Range(whole.low - part.low, whole.high - part.high)
 
 
 def _live(settings: Settings, rates: Rates) -> list[StagePlan]:

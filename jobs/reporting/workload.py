@@ -190,6 +190,7 @@ class Workload:
     head: HeadSize
     steps: Range
     heads_judged: int
+    trial_tokens: Range  # of the train split, answered and trained on for the gate before the rest of it; none without a trial
     assumptions: tuple[str, ...]
 
     @property
@@ -220,10 +221,11 @@ def workload(
     if response_share is None:
         assumptions.append("60 to 95 % of a sample's tokens are the response (no run to take it from)")
     train = length.times(settings.prompts.train_samples)
+    trial = train.times(settings.gate.trial_fraction if _has_trial(settings) else 0.0)
     budget = settings.generate.train_token_budget
     if budget is not None:
         # An estimate under the budget stays: a budget limits, it does not create answers.
-        train = Range(min(train.low, budget), min(train.high, budget))
+        train, trial = (Range(min(tokens.low, budget), min(tokens.high, budget)) for tokens in (train, trial))
         assumptions.append(f"train split limited to {budget:,} tokens by generate.train_token_budget")
     evaluation = length.times(settings.prompts.eval_samples + standard_samples(settings))
     taps = len(settings.verifier.taps or (0, 0, 0))
@@ -247,8 +249,14 @@ def workload(
         head=head_size(settings, verifier),
         steps=steps,
         heads_judged=2 * candidates + int(settings.heads.untrained),
+        trial_tokens=trial,
         assumptions=tuple(assumptions),
     )
+
+
+def _has_trial(settings: Settings) -> bool:
+    """Whether the gate asks for one, which needs something to compare with."""
+    return settings.gate.min_gain is not None and bool(settings.heads.candidates or settings.heads.ngram)
 
 
 def _sample_length(settings: Settings, measured: float | None, assumptions: list[str]) -> Range:

@@ -291,3 +291,33 @@ def test_a_run_in_another_type_calibrates_the_plan_for_this_one():
     rates = calibrate(ledger, RTX_RATES)
     same, faster = (plan(run_to_beat(train={"precision": products}), rates, LOCAL).stage("train").seconds for products in ("tf32", "bf16"))
     assert same.middle == pytest.approx(27.7 * 60, rel=0.01) and faster.low < 0.6 * same.low
+
+
+def test_the_trial_of_the_gate_is_in_the_plan():
+    """Its part of the train split is answered and trained on before the rest: the same answers, and one training more."""
+
+    def planned(*overrides: str) -> Plan:
+        few = "prompts.train_samples=6000"  # which no token budget cuts short
+        return plan(load("hero", overrides=[few, *overrides], environment={}), None, B300)
+
+    without, tried = planned(), planned("gate.min_gain=0.1", "gate.trial_fraction=0.05", "train.epochs=3")
+    answered = without.stage("generate.train").seconds.high - tried.stage("generate.train").seconds.high
+    assert answered == pytest.approx(0.05 * without.stage("generate.train").seconds.high)
+    trial = tried.stage("baseline").seconds.high - without.stage("baseline").seconds.high
+    trained = 0.05 / 3 * steps_alone(planned("train.epochs=3", "train.evaluate_every=1000000")).high
+    assert trial == pytest.approx(answered + trained + tried.stage("evaluate").seconds.high, rel=0.05), "one epoch, one head judged"
+    assert "the gate's trial: 5% of the train split" in tried.stage("baseline").limit and "trial" not in without.stage("baseline").limit
+    assert tried.seconds.high - without.seconds.high == pytest.approx(trial - answered)
+    made = tried.stage("baseline").bytes.high + tried.stage("generate.train").bytes.high
+    assert made == pytest.approx(without.stage("generate.train").bytes.high) and tried.disk == without.disk
+    nothing = planned("gate.min_gain=0.1", "heads.candidates=[]", "heads.warm_start=none", "heads.ngram=false")
+    assert "trial" not in nothing.stage("baseline").limit, "nothing to gain over"
+
+
+def test_a_trial_takes_of_a_token_budget_what_its_prompts_need():
+    budget = 10_000_000
+    tried = workload(
+        load("hero", overrides=["gate.min_gain=0.1", "gate.trial_fraction=0.5", f"generate.train_token_budget={budget}"], environment={}),
+        KIMI_K25,
+    )
+    assert tried.trial_tokens.high == budget == tried.train_tokens.high, "half of the prompts fill it already"
