@@ -3,6 +3,8 @@
 Making a whole one takes gigabytes: CI does it by running these tests through `./entrypoints/local test`.
 """
 
+import fcntl
+import mmap
 import os
 import shutil
 import signal
@@ -121,6 +123,79 @@ def complete(machine: Path) -> Path:
         path = shutil.which(name, path=os.environ["PATH"] + ":/sbin:/usr/sbin")
         (machine / name).symlink_to(path)
     return base
+
+
+def pretended(machine: Path) -> None:
+    """A Python whose environments are made in a moment, and hold an `eagle3-job` that waits as long as it is told."""
+    base = complete(machine)
+    (machine / "python3").unlink()
+    (machine / "python3").write_text(
+        f"""#!/bin/sh
+if [ "$1 $2" = "-m venv" ]; then
+  for folder; do :; done
+  mkdir -p "$folder/bin"
+  printf '#!/bin/sh\n[ -z "$WAITS" ] || exec sleep "$WAITS"\n' >"$folder/bin/eagle3-job"
+  for name in python pip uv; do printf '#!/bin/sh\n' >"$folder/bin/$name"; done
+  chmod +x "$folder"/bin/*
+elif [ "$2" = "import sys; print(sys.executable)" ]; then
+  echo "$0"
+else
+  exec {base} "$@"
+fi
+"""
+    )
+    (machine / "python3").chmod(0o755)
+    (machine / "chmod").symlink_to(shutil.which("chmod"))
+
+
+def left(machine: Path, name: str, days: float | None) -> Path:
+    """An environment that was used last so many days ago; None: made before it was noted."""
+    folder = machine.parent / "home" / f"env-cpu-{name}"
+    folder.mkdir(parents=True)
+    (folder / "content").write_bytes(bytes(1 << 20))
+    (folder / ".clone").write_text(f"{CLONE}\n")
+    (folder / ".complete").touch()
+    if days is not None:
+        (folder / ".used").touch()
+        os.utime(folder / ".used", (time.time() - days * 86400,) * 2)
+    return folder
+
+
+def test_an_environment_nobody_used_for_two_weeks_goes_when_a_new_one_is_made(machine):
+    pretended(machine)
+    unused, recent, unnoted = left(machine, "unused", 15), left(machine, "recent", 13), left(machine, "unnoted", None)
+    held, loaded = left(machine, "held", 15), left(machine, "loaded", 15)
+    gone = left(machine, "gone", 0)
+    (gone / ".clone").write_text("/no/such/clone\n")
+    with open(held / ".used") as lock, open(loaded / "content", "r+b") as file, mmap.mmap(file.fileno(), 0):
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        made = local(machine, "smoke", EAGLE3_KIND="cpu")
+        assert made.returncode == 0, made.stderr
+        assert f"removed {unused}, which nobody used for 14 days: 0.0 GB" in made.stderr and made.stderr.count("removed") == 1
+        assert not unused.exists() and not gone.exists()
+        assert all((folder / ".complete").exists() for folder in (recent, unnoted, held, loaded))
+        assert time.time() - (unnoted / ".used").stat().st_mtime < 60, "its days begin now"
+        again = local(machine, "smoke", EAGLE3_KIND="cpu")
+        assert again.returncode == 0 and again.stderr == "", "nothing is made, so nothing is looked at"
+
+
+def test_an_environment_is_held_as_long_as_what_it_became(machine):
+    pretended(machine)
+    running = subprocess.Popen([LOCAL, "smoke"], env=settings(machine, EAGLE3_KIND="cpu", WAITS="60"), stderr=subprocess.PIPE, text=True)
+    try:
+        while "done in" not in running.stderr.readline():
+            assert running.poll() is None
+        time.sleep(1)
+        (environment,) = environments(machine)
+        with open(environment / ".used") as lock:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            running.kill()
+            running.wait()
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        running.kill()
+        running.wait()
 
 
 def test_without_an_index_it_ends_with_75_and_the_size_said_before(machine):
