@@ -8,12 +8,10 @@ import re
 
 import pytest
 import torch
-from synthetic_states import Language, draft_ids, make_store, one_core, small_config  # noqa: F401 - a fixture
+from short_training import new_head, train_shortly, twelve_samples
+from synthetic_states import one_core  # noqa: F401 - a fixture
 
-from jobs.draft.model import Eagle3Head
-from jobs.draft.trainer import train
 from jobs.errors import Interrupted
-from jobs.settings import TrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_core")
 ACCEPTANCE = {4: 1.4, 8: 2.1, 12: 2.0, 16: 2.1, 20: 1.9, 24: 2.6}
@@ -25,26 +23,12 @@ class Killed(BaseException):
 
 class Training:
     def __init__(self, folder, store, language, stop_after=None, kill_at=None, kill_in_evaluation=None, stop_in_evaluation=None, **changes):
-        config = small_config()
-        self.head = Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=1)
+        self.head = new_head(language)
         self.lines, self.seen, self.stop_after = [], {}, stop_after
         self.kill_at, self.kill_in_evaluation, self.stop_in_evaluation = kill_at, kill_in_evaluation, stop_in_evaluation
-        settings = TrainSettings(
-            **dict(
-                device="cpu",
-                epochs=2,
-                tokens_per_step=64,
-                max_length=64,
-                log_every=1,
-                learning_rate=1e-2,
-                evaluate_every=4,
-                checkpoint_every=5,
-            )
-            | changes
-        )
-        self.result = train(
-            settings=settings, seed=0, head=self.head, verifier=language.verifier, store=store, sample_ids=store.ids(),
-            folder=folder, warm=False, evaluate=self.evaluate, should_stop=self.should_stop, report=self.report,
+        self.result = train_shortly(
+            self.head, folder, store, language, evaluate=self.evaluate, should_stop=self.should_stop, report=self.report,
+            **dict(evaluate_every=4, checkpoint_every=5) | changes,
         )  # fmt: skip
 
     def should_stop(self) -> bool:
@@ -71,8 +55,7 @@ class Training:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    language = Language.make()
-    return make_store(tmp_path_factory.mktemp("states"), [(4, 60)] * 12, language=language), language
+    return twelve_samples(tmp_path_factory.mktemp("states"))
 
 
 def equal(head, weights) -> bool:

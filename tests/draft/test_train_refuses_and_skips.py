@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from short_training import new_head, train_shortly
 from synthetic_states import TAPS, Language, draft_ids, make_store, one_core, small_config  # noqa: F401 - a fixture
 
 from jobs.draft.data import check_type
-from jobs.draft.model import Eagle3Head
-from jobs.draft.trainer import train
 from jobs.draft.update import Update, learning_rate
 from jobs.errors import MustFix
 from jobs.settings import TrainSettings
@@ -21,20 +20,11 @@ pytestmark = pytest.mark.usefixtures("one_core")
 
 def run(tmp_path, store, head, language, **changes):
     lines = []
-    settings = TrainSettings(**dict(device="cpu", epochs=2, tokens_per_step=64, max_length=64, log_every=1, learning_rate=1e-3) | changes)
     try:
-        result = train(
-            settings=settings, seed=0, head=head, verifier=language.verifier, store=store, sample_ids=store.ids(),
-            folder=tmp_path / "checkpoints", warm=False, evaluate=None, should_stop=lambda: False, report=lines.append,
-        )  # fmt: skip
+        result = train_shortly(head, tmp_path / "checkpoints", store, language, report=lines.append, **dict(learning_rate=1e-3) | changes)
     except MustFix as error:
         return error, lines
     return result, lines
-
-
-def new_head(language, **changes):
-    config = small_config(**changes)
-    return Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=1)
 
 
 def poisoned_store(folder, language, bad: set[int], samples: int = 12, wild: set[int] = frozenset()) -> StateStore:

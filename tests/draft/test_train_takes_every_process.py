@@ -7,46 +7,29 @@ import time
 
 import pytest
 import torch
-from synthetic_states import TAPS, Language, draft_ids, make_store, small_config
+from short_training import new_head, train_shortly, twelve_samples
+from synthetic_states import TAPS, Language, small_config
 
 from jobs.draft import team
 from jobs.draft.data import cut_store
-from jobs.draft.model import Eagle3Head
 from jobs.draft.packing import Plan
-from jobs.draft.trainer import train
 from jobs.errors import Interrupted, MustFix, TryAgain
 from jobs.settings import TrainSettings
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
 
 
 def run(folder, store, language, should_stop=lambda lines: False, **changes):
-    config, lines = small_config(), []
-    head = Eagle3Head.from_scratch(config, language.verifier, draft_ids(config), seed=1)
-    settings = TrainSettings(
-        **dict(
-            device="cpu",
-            epochs=2,
-            tokens_per_step=64,
-            max_length=64,
-            log_every=1,
-            learning_rate=1e-2,
-            accumulate=2,
-            evaluate_every=3,
-            checkpoint_every=4,
-        )
-        | changes
-    )
-    result = train(
-        settings=settings, seed=0, head=head, verifier=language.verifier, store=store, sample_ids=store.ids(), folder=folder,
-        warm=False, evaluate=lambda _: {"acceptance": 2.0}, should_stop=lambda: should_stop(lines), report=lines.append,
+    head, lines = new_head(language), []
+    result = train_shortly(
+        head, folder, store, language, evaluate=lambda _: {"acceptance": 2.0}, should_stop=lambda: should_stop(lines), report=lines.append,
+        **dict(accumulate=2, evaluate_every=3, checkpoint_every=4) | changes,
     )  # fmt: skip
     return head, result, [line for line in lines if "loss" in line]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    language = Language.make()
-    return make_store(tmp_path_factory.mktemp("states"), [(4, 60)] * 12, language=language), language
+    return twelve_samples(tmp_path_factory.mktemp("states"))
 
 
 @pytest.mark.slow

@@ -4,9 +4,10 @@ import time
 
 import pytest
 import torch
+from short_training import new_head
 from synthetic_states import Language, draft_ids, make_store, one_core, small_config  # noqa: F401 - a fixture
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_train_refuses_and_skips import new_head, run
+from test_train_refuses_and_skips import run
 from train_in_process import lines, start, wait
 
 from jobs.draft.arithmetic import flop_of_a_token

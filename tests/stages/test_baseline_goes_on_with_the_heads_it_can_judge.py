@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import untrained_head
 from safetensors.torch import load_file, save_file
 
 from jobs.context import Context
 from jobs.draft import replay
-from jobs.draft.formats import load_head, save_llama_eagle3
-from jobs.draft.model import Eagle3Head, HeadConfig
+from jobs.draft.formats import load_head
 from jobs.draft.replay import Candidate
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
@@ -27,26 +27,6 @@ from jobs.verifier.tiny import CHECKPOINT
 
 TAPS, PROMPTS = (2, 3, 5, 6, 7, 8), 8
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.5}
-
-
-def head_of_the_tiny_verifier(folder: Path, seed: int) -> Path:
-    facts, verifier = VerifierFacts.read(CHECKPOINT), VerifierWeights.read(CHECKPOINT)
-    config = HeadConfig(
-        facts.vocab_size,
-        256,
-        facts.hidden_size,
-        128,
-        facts.heads,
-        facts.heads,
-        facts.hidden_size // facts.heads,
-        facts.rms_norm_eps,
-        1e4,
-        None,
-        (2, 5, 7),
-        False,
-    )
-    save_llama_eagle3(Eagle3Head.from_scratch(config, verifier, torch.arange(256), seed), folder, dtype=torch.float32)
-    return folder
 
 
 def changed(head: Path, folder: Path, **config) -> Path:
@@ -111,7 +91,7 @@ def notes(context: Context) -> list[str]:
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("heads")
-    good = head_of_the_tiny_verifier(folder / "good", 1)
+    good = untrained_head.saved(folder / "good", 1)
     return {
         "good": good,
         "wide": changed(good, folder / "wide", hidden_size=256),

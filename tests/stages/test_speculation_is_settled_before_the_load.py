@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import untrained_head
 from generate_in_process import context_of, prepare, prompt
 
-from jobs.draft.formats import save_llama_eagle3
-from jobs.draft.model import Eagle3Head, HeadConfig
-from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.job_file import load
 from jobs.settings import VerifierSettings
@@ -26,23 +24,7 @@ GREEDY = {"thinking": {"temperature": 0}, "instant": {"temperature": 0}}
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory) -> Path:
-    facts, folder = VerifierFacts.read(CHECKPOINT), tmp_path_factory.mktemp("head")
-    config = HeadConfig(
-        facts.vocab_size,
-        256,
-        facts.hidden_size,
-        128,
-        facts.heads,
-        facts.heads,
-        facts.hidden_size // facts.heads,
-        facts.rms_norm_eps,
-        1e4,
-        None,
-        (2, 5, 7),
-        False,
-    )
-    save_llama_eagle3(Eagle3Head.from_scratch(config, VerifierWeights.read(CHECKPOINT), torch.arange(256), 0), folder, dtype=torch.float32)
-    return folder
+    return untrained_head.saved(tmp_path_factory.mktemp("head"))
 
 
 @pytest.fixture
