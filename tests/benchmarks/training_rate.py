@@ -234,6 +234,7 @@ def from_disk(bench: Bench) -> None:
     made.steps(made.feed(documents_of(rows, 512)), 3)
     for thread in writing:
         thread.join()
+    training_disk.forget(bench.folder)  # nothing may still be on its way to the disk that is measured
     for dtype in stores:
         for figures in training_disk.ours(made, bench.folder / dtype, epochs=2):
             bench.say(f"disk.ours.{dtype}", rows=rows, **figures)
