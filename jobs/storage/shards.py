@@ -150,8 +150,8 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     Halves a store without a measured loss of acceptance (vllm-project/speculators issue 491).
     """
     rows = rows.float()  # [..., H]
-    # A product: CUDA divides by a number as a product with its reciprocal, and a CPU would then store other bytes.
-    scale = rows.abs().amax(-1) * (1 / FP8_LARGEST)  # [...]
+    # By a tensor: by a number CUDA multiplies with the reciprocal, and every second scale would be off by its last bit.
+    scale = rows.abs().amax(-1) / rows.new_full((), FP8_LARGEST)  # [...]
     scale = torch.where(scale == 0, 1.0, scale)
     scaled = (rows / scale.unsqueeze(-1)).clamp(-FP8_LARGEST, FP8_LARGEST)  # rounding may pass 448 by an ulp: NaN in e4m3fn
     return scaled.to(torch.float8_e4m3fn), scale
