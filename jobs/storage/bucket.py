@@ -5,16 +5,17 @@ so a reader, who begins with the manifest, never sees half a checkpoint; and the
 sha256 and lets the folder appear by one rename, so it never leaves half a one either.
 
 Two heads cannot mix. Before the first file a publisher writes its claim (`publishing.json`: the sha256
-of its manifest) where none stands, and looks at it again before every file and before the manifest;
-another claim, or another manifest, is a MustFix. Servers that honour `If-None-Match: *` (AWS, R2,
-Ceph, MinIO, moto) decide claim and manifest atomically. On servers that ignore it (rclone) the look before
-and after leaves a window of one request; a mix made in it is found by the reader's sha256.
+of its manifest) where none stands, and looks at it again before every file (one look serves all files
+that waited when it began) and before the manifest; another claim, or another manifest, is a MustFix.
+Servers that honour `If-None-Match: *` (AWS, R2, Ceph, MinIO, moto) decide claim and manifest atomically. On
+servers that ignore it (rclone) the look before and after leaves a window of one request; a mix made in it is
+found by the reader's sha256.
 
 Nothing is sent twice that arrived: a file counts as there when its size and its sha256 agree (the
 object's metadata, our own upload record, or the bytes themselves in a folder), and a killed multipart
 upload goes on at its missing parts, so at most one part a thread is sent again.
 
-Several files go at once, because each costs a few round trips; the parts of all share one set of threads.
+Several files go at once, because each costs round trips; the parts of all share one set of threads.
 """
 
 import datetime
@@ -36,10 +37,12 @@ from jobs.storage.destination import Destination, Progress, ShouldStop, destinat
 from jobs.storage.download import Streams, download
 from jobs.storage.files import disk_full_named, fsync_folder, held, sha256_file, write_atomically
 from jobs.storage.local_files import LocalFiles
+from jobs.storage.looks import SharedLook
 from jobs.storage.manifest import CLAIM, MANIFEST, WANTED, FileEntry, Manifest, UploadState
+from jobs.storage.s3_client import SMALL_FILES_AT_ONCE
 
 PROBED_BYTES, SMALLEST_PART_MIB = 12 << 20, 5  # three parts, the last one short
-FILES_AT_ONCE, SMALL_FILES_AT_ONCE, SMALL = 4, 16, 8 << 20  # a small file is round trips and little else
+FILES_AT_ONCE, SMALL = 4, 8 << 20  # a small file is round trips and little else
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ def publish(
                 raise _another_head(uri)
             place.delete(MANIFEST)
         _claim(place, manifest, upload_state)
+        place.look(manifest.files)
+        still_ours = SharedLook(lambda: _require_claim(place, manifest))
 
         def send(entry: FileEntry, stop: ShouldStop) -> None:
             if place.holds(entry, standing == manifest.content or upload_state.arrived(entry)):
@@ -88,7 +93,7 @@ def publish(
 
             def before_it_appears() -> None:
                 local.confirm(entry)
-                _require_claim(place, manifest)
+                still_ours()
 
             counted = tally.of_one_file()
             place.upload(entry, local, upload_state, counted, stop, before_it_appears)
@@ -105,7 +110,9 @@ def publish(
                 raise
             _withdraw(place, manifest, upload_state)
             raise local.damage from None
-        _seal(place, manifest, upload_state, settings.threads)
+        finally:
+            upload_state.save()
+        _seal(place, manifest, upload_state)
     seconds = time.monotonic() - started
     return Published(uri, manifest.sha256, len(manifest.files), manifest.bytes, tally.sent, seconds)
 
@@ -135,7 +142,7 @@ def pull(
         with held(folder.with_name(f".{folder.name}.lock"), what=f"the download to {folder}", remove=True):
             _prepare_staging(staging, manifest)
             tally = _Tally(progress, manifest.bytes)
-            with ThreadPoolExecutor(settings.threads, thread_name_prefix="download") as pool:
+            with ThreadPoolExecutor(settings.threads, thread_name_prefix="download") as pool:  # of large files
 
                 def bring(entry: FileEntry, stop: ShouldStop) -> None:
                     download(Streams(pool, settings, place, stop), entry, staging, tally.add)
@@ -313,12 +320,14 @@ def _read_back(place: Destination, entry: FileEntry, state: UploadState) -> None
         raise TryAgain(f"{entry.name} came back with another sha256", where=place.uri, remedy="run the same command again")
 
 
-def _seal(place: Destination, manifest: Manifest, state: UploadState, threads: int) -> None:
+def _seal(place: Destination, manifest: Manifest, state: UploadState) -> None:
     """Check that all of it is there and ours, put the manifest, take the claim away."""
-    with ThreadPoolExecutor(threads) as pool:
-        standing = list(pool.map(lambda entry: place.found(entry.name), manifest.files))
+    proven = place.proven(manifest.files)
+    doubtful = [entry for entry in manifest.files if entry.name not in proven]
+    with ThreadPoolExecutor(SMALL_FILES_AT_ONCE) as pool:
+        standing = list(pool.map(lambda entry: place.found(entry.name), doubtful))
     _require_claim(place, manifest)
-    for entry, found in zip(manifest.files, standing, strict=True):
+    for entry, found in zip(doubtful, standing, strict=True):
         if found is None or found[0] != entry.bytes:
             state.forget(entry.name)
             size = "nothing" if found is None else f"{found[0]:,} bytes"

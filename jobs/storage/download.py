@@ -143,8 +143,10 @@ class _Fetching:
         """Fetches it; of all that is there then."""
         self._tell(self._done)
         needed = min(self._streams.settings.threads, -(-self._pieces.missing // LEAST_PIECE))
-        futures = [self._streams.pool.submit(self._stream) for _ in range(needed)]
+        futures = [self._streams.pool.submit(self._stream) for _ in range(needed)] if needed > 1 else []
         try:
+            if needed == 1:
+                self._stream()
             digest = self._hash_what_comes()
             for future in futures:
                 if not future.cancel():  # one that has not begun waits for a thread that another file has

@@ -67,6 +67,12 @@ class FolderDestination:
             except FileNotFoundError:
                 return None
 
+    def look(self, entries: tuple[FileEntry, ...]) -> None:
+        """Each file is looked at by itself: that costs nothing here."""
+
+    def proven(self, entries: tuple[FileEntry, ...]) -> set[str]:
+        return set()
+
     def holds(self, entry: FileEntry, believed: bool) -> bool:
         """Reading a local file again is cheap, so its content decides."""
         found = self.found(entry.name)

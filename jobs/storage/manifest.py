@@ -8,6 +8,7 @@ two heads are the same exactly when their manifests are byte for byte the same.
 import hashlib
 import json
 import threading
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -71,12 +72,13 @@ class Manifest:
 class UploadState:
     """What this machine knows about an upload: which files arrived, and the ids of multipart uploads.
 
-    Kept in a JSON file, written atomically at every change, so that a killed upload goes on at the
-    missing parts. Without a path it lives in memory only. A state of another destination is ignored.
+    Kept in a JSON file, written atomically, so that a killed upload goes on at the missing parts: at once when an
+    upload in parts begins, once a second for files that arrived (the server knows them too, mostly), and by `save`.
+    Without a path it lives in memory only. A state of another destination is ignored.
     """
 
     def __init__(self, path: Path | None, uri: str):
-        self._path, self._lock = path, threading.Lock()
+        self._path, self._lock, self._saved = path, threading.Lock(), 0.0
         value: dict = {}
         if path is not None and path.exists():
             try:
@@ -105,14 +107,20 @@ class UploadState:
     def record(self, entry: FileEntry, **fields: object) -> None:
         with self._lock:
             self._value["files"][entry.name] = {"sha256": entry.sha256, "bytes": entry.bytes, **fields}
-            self._save()
+            if not fields.get("done") or time.monotonic() - self._saved > 1.0:
+                self._save()
 
     def forget(self, name: str) -> None:
         with self._lock:
             self._value["files"].pop(name, None)
             self._save()
 
+    def save(self) -> None:
+        with self._lock:
+            self._save()
+
     def _save(self) -> None:
+        self._saved = time.monotonic()
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_json_atomically(self._path, self._value)

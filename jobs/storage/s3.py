@@ -8,12 +8,16 @@ spoken by ourselves (multipart.py).
   Ceph and OVH and are off (`when_required`) unless the settings ask for them; then a CRC32, a fifth of the work,
   takes MD5's place.
 - An ETag is never taken for a content hash (it is not one for multipart objects, nor under KMS): the
-  sha256 travels as metadata where the server keeps metadata, and stands in the manifest always.
+  sha256 travels as metadata where the server keeps metadata, and stands in the manifest always. The other way round
+  it may prove something: an ETag that is the MD5 of what we sent, beside its size, says of an object that it is that.
+- One LIST before spares a HEAD for each small file that is not there, one afterwards for each that it proves in this way.
+  What a list does not prove (it is old, or cut short, or refused) is asked for by its name, or sent again.
 - `If-None-Match: *` is sent with the manifest; servers that ignore it (rclone) are covered by a GET
   before and after.
 - Credentials come from boto3's chain only: environment, mounted file, instance role.
 """
 
+import base64
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
@@ -41,6 +45,8 @@ class S3Destination:
         self.prefix = prefix.strip("/")
         self.client, self._sending = clients_for(settings, uri)
         self._multipart = MultipartUploads(self.client, self._sending, bucket, settings, uri)
+        self._listed: dict[str, tuple[int, str]] | None = None  # where all that stands here was seen
+        self._sent: dict[str, str] = {}  # name -> MD5 of an object that went in one request
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
@@ -79,8 +85,35 @@ class S3Destination:
             return head["ContentLength"], metadata.get("sha256")
         return None
 
+    def look(self, entries: tuple[FileEntry, ...]) -> None:
+        listed, complete = self._list(entries)
+        self._listed = listed if complete else None
+
+    def proven(self, entries: tuple[FileEntry, ...]) -> set[str]:
+        if not self._sent:
+            return set()
+        listed, _ = self._list(entries)
+        return {entry.name for entry in entries if listed.get(entry.name) == (entry.bytes, self._sent.get(entry.name))}
+
+    def _list(self, entries: tuple[FileEntry, ...]) -> tuple[dict[str, tuple[int, str]], bool]:
+        """(name -> (bytes, ETag) of what stands there, whether that is all of it).
+
+        Beside many foreign objects it is not worth its pages; where it is refused, what comes next says why.
+        """
+        listed: dict[str, tuple[int, str]] = {}
+        limit = {"MaxItems": len(entries) + 1000}
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.key(""), PaginationConfig=limit)
+        try:
+            for item in (item for page in pages for item in page.get("Contents", [])):
+                listed[item["Key"][len(self.key("")) :]] = item["Size"], item.get("ETag", "").strip('"').lower()
+        except (ClientError, BotoCoreError):
+            return {}, False
+        return listed, pages.resume_token is None
+
     def holds(self, entry: FileEntry, believed: bool) -> bool:
         """Equal size alone proves nothing (every head of one shape has it): the metadata must agree, or a record."""
+        if self._listed is not None and self._in_one_request(entry) and self._listed.get(entry.name, (None,))[0] != entry.bytes:
+            return False  # were the list old, it would be sent again; a large file is worth a question of its own
         found = self.found(entry.name)
         if found is None or found[0] != entry.bytes:
             return False
@@ -145,15 +178,13 @@ class S3Destination:
                     raise
         return False
 
-    def _put(self, name: str, data: bytes, sha256: str, should_stop: Callable[[], bool] = lambda: False, **extra: str) -> None:
+    def _put(self, name: str, data: bytes, sha256: str, should_stop: Callable[[], bool] = lambda: False, **extra: str) -> str | None:
+        """Returns the MD5 of what went, where one was taken."""
+        checked = integrity(data, self.settings)
         self._sending.put_object(
-            Bucket=self.bucket,
-            Key=self.key(name),
-            Body=Body(data, should_stop),
-            Metadata={"sha256": sha256},
-            **integrity(data, self.settings),
-            **extra,
+            Bucket=self.bucket, Key=self.key(name), Body=Body(data, should_stop), Metadata={"sha256": sha256}, **checked, **extra
         )
+        return base64.b64decode(checked["ContentMD5"]).hex() if "ContentMD5" in checked else None
 
     def delete(self, name: str) -> None:
         with self._explaining():
@@ -174,12 +205,14 @@ class S3Destination:
         """
         key = self.key(entry.name)
         with self._explaining():
-            if entry.bytes <= self._multipart.part_bytes(entry.bytes):
+            if self._in_one_request(entry):
                 before_it_appears()
                 known = state.upload(entry.name).get("upload_id")
                 if known:
                     self._multipart.abort(key, known)
-                self._put(entry.name, local.content(entry), entry.sha256)
+                md5 = self._put(entry.name, local.content(entry), entry.sha256)
+                if md5:
+                    self._sent[entry.name] = md5
                 sent(entry.bytes)
             else:
                 self._multipart.upload(
@@ -193,6 +226,9 @@ class S3Destination:
                     lambda: self.found(entry.name) == (entry.bytes, entry.sha256),
                 )
         state.record(entry, done=True)
+
+    def _in_one_request(self, entry: FileEntry) -> bool:
+        return entry.bytes <= self._multipart.part_bytes(entry.bytes)
 
     def clean_up(self, entries: tuple[FileEntry, ...]) -> None:
         """Abort what multipart uploads are left for our keys: parts cost money for ever, and completing one

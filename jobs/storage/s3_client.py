@@ -37,6 +37,7 @@ from jobs.errors import JobError, MustFix, TryAgain
 from jobs.settings import PushSettings
 
 CONNECT_SECONDS, READ_SECONDS, ATTEMPTS = 5, 60, 4  # a dead endpoint is known after a few seconds
+SMALL_FILES_AT_ONCE = 32  # a small file is a round trip and little else
 SEND_SECONDS, PIECE = 60, 1 << 20  # for so many bytes of a body; a server may hold a part back for a while (rclone does)
 
 # Besides ClientError, an answer that says no: what boto3 and the connection below it raise.
@@ -184,7 +185,7 @@ def _config(settings: PushSettings, connect_seconds: float) -> Config:
         connect_timeout=connect_seconds,
         read_timeout=READ_SECONDS,
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-        max_pool_connections=settings.threads + 4,
+        max_pool_connections=max(settings.threads, SMALL_FILES_AT_ONCE) + 4,
         request_checksum_calculation="when_required",  # what is asked for beyond is calculated in multipart.integrity
         response_checksum_validation="when_required",  # what comes is compared with its sha256
         signature_version="s3v4",

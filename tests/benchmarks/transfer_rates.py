@@ -13,7 +13,7 @@ Prints seconds, MB/s, CPU seconds of the client a GiB and of the server, and the
 server is on this machine, so without --link the figures compare clients and say nothing about a link; 5 Gbps are 0.58 GiB/s,
 so CPU seconds a GiB times 0.58 are the cores that it takes. Best of the rounds, in turns; the CPU seconds stand still
 where a busy machine makes the others jump. Downloads come after a look at each object, for which rclone's server hashes it.
-With --link the server hashes less, also the share of the link that was used is printed, in all and in the first second; and
+With --link the server hashes no large objects, also the share of the link that was used is printed, in all and in the first second; and
 a rate at which client and server together take all cores says nothing. Each has connections of its own.
 
 rclone's server (1.75.2) writes parts in their order, holds back those more than 256 MiB ahead, and answers InvalidPart
@@ -287,21 +287,22 @@ def killed(server: S3Server, folder: Path, mib: int) -> None:
     pull("s3://bench/ours", folder / "back", settings)
 
 
-def on(link: Link | None, kind: str, folder: Path) -> contextlib.AbstractContextManager[S3Server]:
+def on(link: Link | None, kind: str, folder: Path, small: bool) -> contextlib.AbstractContextManager[S3Server]:
     """The server, on this machine or at the far end of the link."""
     if kind == "moto":
         return moto_server()
     options = ["--disable-multipart-streaming"] if kind == "rclone-in-memory" else []
-    return rclone_server(folder, *options) if link is None else at_the_far_end(link, folder, options)
+    return rclone_server(folder, *options) if link is None else at_the_far_end(link, folder, options, small)
 
 
 @contextlib.contextmanager
-def at_the_far_end(link: Link, folder: Path, options: list[str]) -> Iterator[S3Server]:
+def at_the_far_end(link: Link, folder: Path, options: list[str], small: bool) -> Iterator[S3Server]:
     port = 9000  # nobody else is there
     with contextlib.ExitStack() as stack:
         with link.far_end():
-            # No hash of a whole object for a HEAD (S3 has the ETag at hand), nor a second one while it is written.
-            spared = ["--etag-hash", "", "--ignore-checksum"]
+            # No hash of a whole object for a HEAD (S3 has the ETag at hand), nor a second one while it is written. Small
+            # objects have an ETag as on S3: publish goes by it.
+            spared = ["--ignore-checksum", *([] if small else ["--etag-hash", ""])]
             server = stack.enter_context(rclone_server(folder, "--addr", f"{FAR}:{port}", *spared, *options))
         yield dataclasses.replace(server, endpoint_url=f"http://{FAR}:{port}")
 
@@ -327,7 +328,7 @@ def main() -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             (folder / "server").mkdir()
             link = stack.enter_context(limited_link(given.link, given.rtt / 1000)) if given.link else None
-            server = stack.enter_context(on(link, given.server, folder / "server"))
+            server = stack.enter_context(on(link, given.server, folder / "server", given.mib < 8 * given.files))
             os.environ.update(
                 server.environment | {"AWS_REGION": "us-east-1", "NO_PROXY": f"127.0.0.1,{FAR}", "no_proxy": f"127.0.0.1,{FAR}"}
             )

@@ -1,12 +1,16 @@
 """A TCP relay before a real server: breaks connections off, changes bytes on their way to it, or is slow; and it counts."""
 
+import collections
 import contextlib
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
+
+_METHOD = re.compile(rb"(GET|HEAD|PUT|POST|DELETE) /\S* HTTP/1")  # no body of the tests has it
 
 
 @dataclass
@@ -21,6 +25,7 @@ class FaultyNetwork:
     starved: int = 0  # so many connections get a hundredth of that from their second MiB on
     broken: int = 0
     answered: int = 0  # bytes of all answers
+    requests: collections.Counter = field(default_factory=collections.Counter)  # by method
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def serve(self, listener: socket.socket) -> None:
@@ -46,6 +51,8 @@ class FaultyNetwork:
             end.close()
 
     def _request(self, data: bytes) -> bytes:
+        with self._lock:
+            self.requests.update(found.decode() for found in _METHOD.findall(data))
         if self.requests_per_second:
             time.sleep(len(data) / self.requests_per_second)
         return data.replace(*self.swap) if self.swap else data
