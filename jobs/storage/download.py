@@ -47,7 +47,7 @@ class Streams:
         Shorter where the object ends too early: that is left for the sha256 to find.
         """
         failures = 0
-        while piece.position < piece.end:
+        while piece.position < piece.end and not pieces.given_up:
             before = piece.position
             try:
                 self._require_going_on()

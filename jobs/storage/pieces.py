@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 LEAST_PIECE = 1 << 20  # bytes: a stream's first one, and what is worth a request
 PIECE_SECONDS, _LATE_SECONDS = 0.5, 1.0
+_LEAST_REST = 1 << 16  # bytes that are taken over: a stream that stands still would give away its last byte by byte
 _SHARES = 2  # of them each stream is to get from what nobody has begun, so the last pieces are small
 _WORTH = 0.1  # seconds that taking over has to save: both streams need a new request, one a new connection
 
@@ -123,7 +124,8 @@ class Pieces:
     def _rest_of(self, piece: Piece, rate: float, now: float) -> Piece | None:
         """So much of it that both streams end together, where that is worth it."""
         left, theirs = piece.end - piece.held, max(piece.rate(now), 1.0)
-        if left / theirs - left / (theirs + rate) < _WORTH:
+        taken = int(left * rate / (theirs + rate))
+        if taken < _LEAST_REST or left / theirs - left / (theirs + rate) < _WORTH:
             return None
-        end, piece.end = piece.end, piece.end - int(left * rate / (theirs + rate))
+        end, piece.end = piece.end, piece.end - taken
         return Piece(piece.end, end, rate)

@@ -76,21 +76,31 @@ def test_little_is_left_to_hash_at_the_end_whatever_the_streams_do(monkeypatch):
     assert len(ended) < 350  # each is a request
 
 
-def test_a_stream_that_stands_still_gives_its_piece_away(monkeypatch):
+@pytest.mark.parametrize(("rate", "size"), [(40.0 * MIB, 16 * MIB), (0.0, MIB)], ids=["after a fast piece", "from the beginning"])
+def test_a_stream_that_stands_still_gives_its_piece_away(monkeypatch, rate, size):
     """As large as it was fast; then it brings nothing any more, and all that it had not in hand goes to others."""
     clock = Clock(monkeypatch)
     pieces = Pieces([(0, 100 * MIB)], 100 * MIB, 2, 16 * MIB)
-    stuck = pieces.take(40.0 * MIB)
-    assert (stuck.start, stuck.end) == (0, 16 * MIB)
+    stuck = pieces.take(rate)
+    assert (stuck.start, stuck.end) == (0, size)
     assert pieces.hold(stuck, 1 << 18) == 1 << 18
     other = pieces.take(8.0 * MIB)
-    assert other.start == 16 * MIB
+    assert other.start == size
     clock.now = 600.0
     pieces.hold(other, other.end - other.start)
     pieces.written(other)
     pieces.end(other)
     rest = pieces.take(8.0 * MIB)
-    assert rest.end == 16 * MIB and rest.start == stuck.end and 1 << 18 <= stuck.end < MIB
+    assert rest.end == size and rest.start == stuck.end and 1 << 18 <= stuck.end < MIB
+    taken = 0
+    while rest and taken < 100:
+        taken += 1
+        pieces.hold(rest, rest.end - rest.start)
+        pieces.written(rest)
+        pieces.end(rest)
+        clock.now += 1.0
+        rest = pieces.take(8.0 * MIB)
+    assert taken < 50 and stuck.end - stuck.held < 1 << 16  # each is a request
     pieces.written(stuck)
     assert pieces.hold(stuck, 4 * MIB) == stuck.end - stuck.position  # of a block that was on its way, no more is written
 
