@@ -31,14 +31,20 @@ def problems_of(monkeypatch):
     return problems
 
 
-def test_a_small_disk_with_everything_on_it(tmp_path, monkeypatch, problems_of):
+@pytest.mark.parametrize("full", [False, True])
+def test_a_small_disk_with_everything_on_it(tmp_path, monkeypatch, problems_of, full):
     with small_disk(tmp_path / "disk", 100) as disk:
         for name in ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "HOME", "HF_HOME"):
             monkeypatch.setenv(name, str(disk / name.lower()))
-        (sentence,) = problems_of(context(disk, f"push.backup_uri=file://{disk}/copy"))
-    assert sentence.startswith(f"{disk}/run has 0.1 GB free, about ") and "GB more are needed there (" in sentence
+        made = context(disk, f"push.backup_uri=file://{disk}/copy")
+        if full:
+            with pytest.raises(OSError, match="No space left"):
+                (disk / "ballast").write_bytes(bytes(100 << 20))
+        (sentence,) = problems_of(made)
+    assert sentence.startswith(f"{disk}/run has 0.{'0' if full else '1'} GB free, about ") and "GB more are needed there (" in sentence
     assert "for the run" in sentence and f"for its copy in {disk}/copy" in sentence and "2.1 to spare)" in sentence
-    assert "a test file of 256 MiB could not be written (No space left on device): take a larger disk" in sentence
+    assert "a test file of 256 MiB" in sentence and "could not be written (No space left on device): take a larger disk" in sentence
+    assert not full or f"the destination {disk}/run/published" in sentence
 
 
 def test_a_disk_on_which_nothing_can_be_made_any_more(tmp_path, monkeypatch, problems_of):

@@ -13,6 +13,7 @@ from jobs.settings import PromptSource, PromptsSettings, Settings
 from jobs.stages import hub, push, speculation, standard
 from jobs.stages import prompts as stages_prompts
 from jobs.stages.preflight.described import stand_in
+from jobs.stages.preflight.machine import FULL
 from jobs.stages.preflight.problem import Problem, problem_of
 from jobs.storage import bucket, saved_run
 from jobs.storage.responses import RESPONSES
@@ -209,6 +210,8 @@ def destination(context: Context, found: dict[str, Any]) -> Iterator[Problem]:
     try:
         found |= bucket.probe(push.destination(context), settings)
     except JobError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL:
+            raise error.__cause__ from None  # told with all else that is wanted on that disk
         yield problem_of(error)
         return
     uri = backup_uri(context.settings, context.path)
