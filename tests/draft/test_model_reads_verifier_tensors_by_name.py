@@ -45,6 +45,23 @@ def test_tied_head_is_the_embedding(tmp_path, config):
     assert torch.equal(got.lm_head, EMBEDDING)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_shard_is_opened_but_those_of_the_three_tensors(tmp_path, tied):
+    """Of Kimi's 540 GB two or three shards are there, the others missing or no safetensors at all."""
+    needed = {"model.embed_tokens.weight": EMBEDDING, "model.norm.weight": NORM} | ({} if tied else {"lm_head.weight": HEAD})
+    layers = {f"model.layers.{layer}.mlp.experts.0.up_proj.weight": torch.ones(4) for layer in range(6)}
+    tensors = {f"language_model.{name}": tensor for name, tensor in (needed | layers).items()}
+    checkpoint(tmp_path, tensors, sharded=True, config={"text_config": {"tie_word_embeddings": tied}})
+    others = sorted(tmp_path.glob("*.safetensors"))[len(needed) :]
+    assert len(others) == len(layers)
+    others[0].write_bytes(b"no safetensors")
+    for shard in others[1:]:
+        shard.unlink()
+    got = VerifierWeights.read(tmp_path)
+    assert torch.equal(got.embedding, EMBEDDING) and torch.equal(got.final_norm, NORM)
+    assert torch.equal(got.lm_head, EMBEDDING if tied else HEAD)
+
+
 def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(MustFix, match="no safetensors file"):
         VerifierWeights.read(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from jobs.errors import MustFix
 from jobs.job_file import load
 from jobs.reporting.choices import samples_within
-from jobs.reporting.machines import B300_RATES, MACHINES, RTX_RATES, calibrate, machine_of, scaled, transfer
+from jobs.reporting.machines import B300_RATES, MACHINES, RTX_RATES, calibrate, machine_of, scaled, transfer, with_disk
 from jobs.reporting.plan import Plan, for_all_machines, plan, render_plans
 from jobs.reporting.stage_times import over_link
 from jobs.reporting.workload import (
@@ -154,6 +154,22 @@ def test_replays_while_training_are_in_the_plan():
     assert shipped.high - once.high < 0.25 * (often.high - once.high)
     scaled_run = plan(load("hero", overrides=["evaluate.scaling=[0.99]"]), B300_RATES, B300)
     assert scaled_run.stage("scaling").seconds.high < train().high + judged.high, "nothing is judged in between there"
+
+
+def test_a_disk_that_cannot_deliver_the_states_is_the_limit_of_training():
+    """Preflight measured it: training then takes the bytes of its states over that rate, once read at best and every epoch at worst."""
+    settings, size = run_to_beat(train={"epochs": 2}), 950 * 503 * (57_344 + 4)
+
+    def training(rate: float, read: float) -> tuple[str, Range]:
+        measured = {"stages": {"preflight": {"counts": {"bytes_per_second": {"disk_written": rate, "disk_read": read}}}}}
+        planned = plan(settings, with_disk(replace(RTX_RATES, tokens_per_sample=503), measured), LOCAL)
+        return planned.stage("train").limit, steps_alone(planned)
+
+    # 27.7 min for 9,500 steps of one sample: 0.16 GB/s.
+    assert training(50e6, 80e6) == ("reading the states from disk", Range(pytest.approx(size / 80e6), pytest.approx(2 * size / 50e6)))
+    fast, faster = training(3e9, 3e9), training(6e9, 6e9)
+    assert fast[0] == faster[0] == "arithmetic of 1 device, 1,900 steps"
+    assert (fast[1].low, fast[1].high) == pytest.approx((faster[1].low, faster[1].high))
 
 
 def test_no_price_is_invented():
