@@ -72,6 +72,18 @@ def test_several_heads_and_both_readings_in_one_pass_equal_one_by_one(store):
     assert best > 1.5 > max(together[name].mean_acceptance_length for name in ("one, read as outputs", "two"))
 
 
+def test_the_states_are_read_once_whatever_the_number_of_heads(store, monkeypatch):
+    """57 KB a token is what a judgement takes its time for: one read an answer, of the taps that any head wants."""
+    read, asked = store.read, []
+    monkeypatch.setattr(store, "read", lambda sample, taps: asked.append((sample, tuple(taps))) or read(sample, taps))
+    candidates = {f"head {seed}": Candidate(small_head(seed), taps) for seed, taps in enumerate([(2, 5, 7), (3, 6, 8), (2, 5, 7)])}
+    judge_heads(candidates, store, store.ids(), K)
+    assert asked == [(sample, TAPS) for sample in sorted(store.ids())]
+    asked.clear()
+    judge(small_head(0), store, store.ids(), K)
+    assert asked == [(sample, (2, 5, 7)) for sample in sorted(store.ids())], "and of one head no tap that it does not read"
+
+
 def test_twice_and_in_any_order_it_is_identical(store):
     head = small_head(3)
     seen = []

@@ -149,6 +149,9 @@ def test_a_judgement_survives_json_and_its_summary_has_every_figure():
     # b: 1 [2 1 | 2] [1], a: 2 [2]: 3 steps, 6 tokens of which the last of each step is the bonus where one is left
     assert summary["mean_acceptance_length"] == judged.walk.tokens / judged.walk.steps == 6 / 3
     assert summary["histogram"] == [1, 1, 1, 0] and summary["rates"] == [2 / 3, 1 / 3, 0.0]
+    # Three steps verified a first draft and two took it; the only one that got to a second took that, and lost its third.
+    assert (judged.walk.tried, judged.walk.accepted) == ((3, 1, 1), (2, 1, 0))
+    assert summary["conditional_rates"] == judged.walk.conditional_rates == [2 / 3, 1.0, 0.0]
     assert set(summary["groups"]) == {"source", "position", "thinking"}
     assert summary["groups"]["source"]["code"]["steps"] == 3
 
@@ -159,6 +162,20 @@ def test_labels_name_thinking_and_place():
     assert labels["thinking"][3:11] == ["outside", *["inside"] * 6, "outside"]
     assert labels["position"][0] == labels["position"][4 + 255] == "0-255" and labels["position"][4 + 256] == "256-1023"
     assert set(standard_labels(answer)["thinking"]) == {"outside"}
+
+
+def test_a_long_answer_is_told_apart_by_the_places_it_reaches():
+    tokens = 20_000
+    labels = standard_labels(response("a#0", [1] * 4, [2] * tokens))["position"]
+    place = dict.fromkeys(labels[4:])
+    assert list(place) == ["0-255", "256-1023", "1024-4095", "4096-16383", "16384+"]
+    assert {name: labels[4:].count(name) for name in place} == dict(zip(place, (256, 768, 3072, 12_288, tokens - 16_384), strict=True))
+    for first in (256, 1024, 4096, 16_384):
+        assert labels[4 + first].startswith(str(first)) and labels[4 + first - 1] != labels[4 + first], "it begins where its name says"
+    # A step is counted where its first token stands: with every draft wrong, one step a token but for the one from prefill.
+    counted = count_sample(np.zeros((tokens, K)), [1] * 4, [2] * tokens, K, labels={"position": labels})
+    steps = {name: counts.steps for name, counts in counted.groups["position"].items()}
+    assert steps == {"0-255": 255, "256-1023": 768, "1024-4095": 3072, "4096-16383": 12_288, "16384+": 3616}
 
 
 def test_nothing_to_judge_on_is_refused():
