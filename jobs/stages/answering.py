@@ -258,7 +258,7 @@ class Existing(Work):
     """Answers that exist already: one prefill pass over prompt and response, every row with its log-probability."""
 
     def __post_init__(self) -> None:
-        responses = existing_responses(self.context, self.split, self.facts, self.layout)
+        responses, self.left_out = existing_responses(self.context, self.split, self.facts, self.chat, self.layout)
         self.responses = responses[: math.ceil(self.share * len(responses))]
         self.expected = len(self.responses)
 
@@ -282,6 +282,9 @@ class Existing(Work):
             self.log.append(finished.request.note)
             self.committed_tokens += finished.tokens
         return ()
+
+    def counts(self, seconds: float) -> dict[str, Any]:
+        return super().counts(seconds) | self.left_out
 
 
 def sample_seed(seed: int, sample: str) -> int:

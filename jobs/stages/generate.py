@@ -4,8 +4,9 @@ A conversation is answered in the context of the verifier's own earlier answers;
 sequence of its own, `<prompt id>#<turn>`. A sample is committed by its line in `responses.jsonl`,
 written once its states are durable, so a kill at any moment loses only what is in flight and a new
 run repeats nothing. With `generate.responses` nothing is generated: existing answers are fed
-through the verifier and only their states are made. With `generate.endpoints` other machines'
-servers answer, and each answer is fed through the verifier here as it arrives.
+through the verifier and only their states are made, and what overlaps with a standard prompt is not
+trained on. With `generate.endpoints` other machines' servers answer, and each answer is fed through
+the verifier here as it arrives.
 """
 
 from dataclasses import dataclass
@@ -45,8 +46,12 @@ class GenerateStage:
 
     def inputs(self, context: Context) -> list[Path]:
         existing = context.settings.generate.responses
-        given = [Path(existing).absolute() / self.split / RESPONSES] if existing else [context.path / "prompts.jsonl"]
-        return [context.path / "fetched.json", *given]
+        prompts, given = context.path / "prompts.jsonl", Path(existing).absolute() / self.split / RESPONSES if existing else None
+        if given is None:
+            return [context.path / "fetched.json", prompts]
+        # Of the prompts only the standard sets matter then: no answer that overlaps with one is trained on.
+        overlap = [prompts] if self.split == "train" and context.settings.prompts.standard else []
+        return [context.path / "fetched.json", given, *overlap]
 
     def outputs(self, context: Context) -> list[Path]:
         return [context.states(self.split)]
@@ -108,7 +113,8 @@ def run_split(context: Context, split: str, *, share: float = 1.0) -> dict[str, 
     if context.settings.generate.backend == "speculators":
         from jobs.verifier import speculators_backend
 
-        return speculators_backend.extract(context, split, layout, existing_responses(context, split, facts, layout))
+        responses, left_out = existing_responses(context, split, facts, chat, layout)
+        return speculators_backend.extract(context, split, layout, responses) | left_out
     with ResponseLog(context.states(split)) as log:
         return work(context, split, facts, chat, layout, log, share).run()
 

@@ -13,9 +13,10 @@ import torch
 from generate_in_process import SMALL, context_of, prepare, prompt, run, small_engine
 
 from jobs.errors import Interrupted, MustFix
+from jobs.reporting.figures import dropped_of
 from jobs.stages import generate
 from jobs.stages.conversations import read_conversations
-from jobs.storage.states import ResponseLog, StateStore, StateWriter
+from jobs.storage.states import Response, ResponseLog, StateStore, StateWriter
 from jobs.verifier import capture, state_thread
 from jobs.verifier.chat import Chat
 from jobs.verifier.state_thread import StoreThread
@@ -168,6 +169,36 @@ def test_existing_responses_are_prefilled(engine, tmp_path):
         known = ~b.logprob.isnan()
         assert not a.logprob.isnan().any()
         torch.testing.assert_close(a.logprob[known], b.logprob[known], rtol=0, atol=1e-3)
+
+
+def test_existing_responses_that_overlap_with_a_standard_prompt_are_not_trained_on(engine, chat, tmp_path):
+    """Of either kind: a set of this run's prompts, and one that was answered beside the responses."""
+    folder = tmp_path / "answers"
+    words = lambda first, last: " ".join(f"w{i}" for i in range(first, last))  # noqa: E731
+
+    def answer(sample: str, *said: str) -> Response:
+        turns = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(said)]
+        return Response(sample, chat.render(turns, False), [5, 6, 7], "stop", {}, "test", False)
+
+    train = [
+        answer("plain#0", "An ordinary question."), answer("answered#0", "Tell me more.", "What is seven times six? Easy.", "And then?"),
+        answer("late#0", "An opening of its own."), answer("late#1", "An opening of its own.", "Yes.", f"Solve:  {words(3, 16).upper()}!"),
+        answer("inside#0", f"Please {words(100, 113)} now."), answer("alike#0", words(3, 15)), answer("short#0", "what is seven TIMES six"),
+    ]  # fmt: skip
+    for split, made in (("eval", [answer("e#0", "Judge this."), answer("std.mine.1#0", words(100, 120))]), ("train", train)):
+        (folder / split).mkdir(parents=True)
+        with ResponseLog(folder / split) as log:
+            for each in made:
+                log.append(each)
+    sets = [prompt(0, words(0, 20)) | {"id": "std.gsm8k.0"}, prompt(1, "What is seven times six?") | {"id": "std.gsm8k.1"}]
+    counts = run(prepare(tmp_path / "run", sets, generate={"responses": str(folder)}), "train", engine)
+    assert set(responses(tmp_path / "run", "train")) == {"plain#0", "answered#0", "alike#0"}
+    assert counts["in_standard_too"] == 3 and counts["turns"] == counts["asked"] == 3 and counts["dropped"] == {}
+    assert dropped_of(counts) == {"in standard too": 3}, "it stands in the report"
+    run(prepare(tmp_path / "run2", sets, generate={"responses": str(folder)}), "eval", engine)
+    assert set(responses(tmp_path / "run2")) == {"e#0", "std.mine.1#0"}, "they are judged"
+    alone = run(prepare(tmp_path / "run3", [], generate={"responses": str(folder), "train_token_budget": 1}), "train", engine)
+    assert alone["in_standard_too"] == 1 and alone["turns"] == 1
 
 
 def test_responses_of_another_verifier_are_refused(engine, tmp_path):

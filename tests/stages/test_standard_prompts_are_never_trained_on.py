@@ -1,14 +1,23 @@
 """Standard sets: read from a file or through `datasets`, judged apart, and no training row overlaps with them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
 import pytest
 from test_prompts_are_split_by_content import context, texts, user, write
 
 from jobs.errors import MustFix
-from jobs.stages import prompts, standard
+from jobs.job_file import load
+from jobs.reporting import figures
+from jobs.settings import StandardPrompts
+from jobs.stages import generate, prompts, standard
 from jobs.stages.domains import domain_of
+from jobs.stages.existing import UserTurns
+from jobs.verifier.chat import Chat
+from jobs.verifier.tiny import CHECKPOINT
 
 QUESTION = "Natalia sold clips to forty eight of her friends in April and then half as many in May, how many clips did she sell altogether?"
 SHORT = "What is seven times six?"
@@ -53,6 +62,44 @@ def test_overlap_is_found_by_content_and_reported(tmp_path):
     sets = [row for row in rows if row["id"].startswith("std.")]
     assert {row["source"] for row in sets} == {"gsm8k"} and {row["split"] for row in sets} == {"eval"} and texts(sets) == {QUESTION, SHORT}
     assert not texts(trained) & texts(sets)
+
+
+def test_overlap_is_found_in_every_source_of_a_mix_and_in_both_splits(tmp_path):
+    """A mix's rows are left out as the first source's are: of the train split, and of the eval split, which they share."""
+    main = [user(f"an ordinary question number {i}", id=f"o{i}") for i in range(20)]
+    mixed = [user(f"a question of the mix, {i}", id=f"m{i}") for i in range(4)] + own_rows()[-4:]
+    files = {name: write(tmp_path / f"{name}.jsonl", rows) for name, rows in (("main", main), ("mixed", mixed))}
+    hard = write(tmp_path / "gsm.jsonl", [{"question": QUESTION}, {"question": SHORT}])
+    made = context(
+        tmp_path, f"prompts.source={files['main']}", f'prompts.mix=[{{source="{files["mixed"]}", samples=8}}]',
+        f'prompts.standard=[{{name="gsm8k", source="{hard}"}}]', "prompts.train_samples=20", "prompts.eval_samples=5",
+    )  # fmt: skip
+    counts, rows = prompts.run(made), rows_of(made)
+    assert counts["in_standard_too"] == 3, "spelt in another way, inside another template, short"
+    assert {row["id"] for row in rows if row["source"] == "mixed"} == {"m0", "m1", "m2", "m3", "only-alike"}
+    assert {row["split"] for row in rows if row["source"] == "mixed"} == {"train", "eval"}
+    assert figures.dropped_of(counts)["in standard too"] == 3, "the report says it"
+
+
+def test_what_users_said_is_found_in_a_rendered_prompt():
+    chat = Chat.load(CHECKPOINT)
+    said = [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?\n\nYes: <one>."}, {"role": "assistant", "content": "An answer."},
+        {"role": "user", "content": "Two?"}, {"role": "tool", "content": "a result", "tool_call_id": "t"},
+    ]  # fmt: skip
+    for thinking in (True, False):
+        assert UserTurns(chat).of(chat.render(said[:4], thinking)) == ["One?\n\nYes: <one>.", "Two?"]
+        assert UserTurns(chat).of(chat.render(said, thinking))[0] == "One?\n\nYes: <one>.", "whatever follows"
+        assert UserTurns(chat).of(chat.render(said[:2], thinking)) == ["One?\n\nYes: <one>."]
+
+
+def test_existing_answers_depend_on_the_standard_sets_and_on_nothing_else_of_the_prompts(tmp_path):
+    for standard_too, splits in ((True, {"eval": False, "train": True}), (False, {"eval": False, "train": False})):
+        sets = ['prompts.standard=[{name="gsm8k", source="set.jsonl"}]'] if standard_too else ["prompts.standard=[]"]
+        made = SimpleNamespace(settings=load("smoke", overrides=[*sets, "generate.responses=/answers"], environment={}), path=tmp_path)
+        for split, expected in splits.items():
+            inputs = generate.stage(split).inputs(made)
+            assert (tmp_path / "prompts.jsonl" in inputs) == expected and Path(f"/answers/{split}/responses.jsonl") in inputs
 
 
 def test_short_follow_ups_forbid_nothing_and_very_short_prompts_only_themselves():
@@ -111,8 +158,42 @@ def test_a_set_by_name_is_read_through_the_datasets_library_and_a_number_takes_s
     assert prompts.run(made)["standard"] == 4
 
 
+# Of each known set: repository, subset, split, and a row with the columns that the repository has.
+ON_THE_HUB = {
+    "mt-bench": ("HuggingFaceH4/mt_bench_prompts", None, "train", {"prompt": ["Compose a post.", "Rewrite it."], "reference": [], "category": "writing", "prompt_id": 81}),
+    "humaneval": ("openai/openai_humaneval", None, "test", {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "", "test": "", "entry_point": "f"}),
+    "gsm8k": ("openai/gsm8k", "main", "test", {"question": QUESTION, "answer": "#### 72"}),
+    "math500": ("HuggingFaceH4/MATH-500", None, "test", {"problem": "Solve x.", "solution": "", "answer": "1", "subject": "Algebra", "level": 1, "unique_id": "test/a/1.json"}),
+}  # fmt: skip
+SAID = {
+    "mt-bench": ["Compose a post.", "Rewrite it."], "humaneval": ["Complete this Python function.\n\n```python\ndef f():\n```"],
+    "gsm8k": [QUESTION], "math500": ["Solve x."],
+}  # fmt: skip
+
+
+def test_the_known_sets_are_read_by_name_at_the_commit_that_fetch_resolved(tmp_path, monkeypatch):
+    made = context(tmp_path, "prompts.standard=[]", "prompts.train_samples=4", "prompts.eval_samples=4")
+    fetched = made.fetched()
+    commits = {repository: f"{place:040x}" for place, (repository, *_) in enumerate(ON_THE_HUB.values(), 1)}
+    fetched["prompts"] |= {repository: {"revision": commit} for repository, commit in commits.items()}
+    (made.path / "fetched.json").write_text(json.dumps(fetched))
+    assert set(standard.KNOWN) == set(ON_THE_HUB)
+    wanted = made.settings.prompts.model_copy(update={"standard": tuple(StandardPrompts(name=name) for name in ON_THE_HUB)})
+    made = replace(made, settings=made.settings.model_copy(update={"prompts": wanted}))
+    asked = []
+
+    def load_dataset(name, subset=None, *, split=None, revision=None):
+        asked.append((name, subset, split, revision))
+        return [row for repository, *_, row in ON_THE_HUB.values() if repository == name]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert prompts.run(made)["standard"] == 4
+    assert asked == [(repository, subset, split, commits[repository]) for repository, subset, split, _ in ON_THE_HUB.values()]
+    said = {standard.set_of(row["id"]): [m["content"] for m in row["messages"]] for row in rows_of(made) if standard.set_of(row["id"])}
+    assert said == SAID
+
+
 def test_every_known_name_is_a_repository_that_fetch_resolves():
-    from jobs.job_file import load
     from jobs.stages.hub import prompt_repositories
 
     found = dict(prompt_repositories(load("hero", environment={}).prompts))
