@@ -144,22 +144,22 @@ def load(
     final_scale = buffer(dtype=torch.float32) if layout.is_fp8 else None  # [R]
     tokens, remaining, positions = (buffer(dtype=torch.int64) for _ in range(3))  # [R]
     predicted = buffer(dtype=torch.bool)  # [R]
+    states = {"taps": row_taps, "final": final, "logprob": torch.empty(rows)}
+    if layout.is_fp8:
+        states |= {"taps_scale": taps_scale, "final_scale": final_scale}
     known, places = torch.zeros(rows, dtype=torch.uint8), torch.zeros(rows, dtype=torch.int64)  # [R]
     start = 0
     for piece in pieces:
-        sample = store.read(piece.sample_id, taps, raw=layout.is_fp8)
-        here, there = slice(start, start + piece.rows), slice(piece.first, piece.first + piece.rows)
-        row_taps[here].copy_(sample.taps[there])
-        final[here].copy_(sample.final[there])
-        if layout.is_fp8:
-            taps_scale[here], final_scale[here] = sample.taps_scale[there], sample.final_scale[there]
-        ids = sample.response.prompt_token_ids + sample.response.response_token_ids
+        here = slice(start, start + piece.rows)
+        store.copy(piece.sample_id, {name: tensor[here] for name, tensor in states.items()}, first=piece.first, taps=taps)
+        response = store.response(piece.sample_id)
+        ids = response.prompt_token_ids + response.response_token_ids
         tokens[here] = torch.tensor(ids[piece.first + 1 : piece.first + 1 + piece.rows])
-        positions[here] = torch.arange(there.start, there.stop)
-        predicted[here] = positions[here] + 1 >= len(sample.response.prompt_token_ids)
+        positions[here] = torch.arange(piece.first, piece.first + piece.rows)
+        predicted[here] = positions[here] + 1 >= len(response.prompt_token_ids)
         remaining[here] = torch.arange(piece.rows, 0, -1)
         if coverage:
-            known[here], places[here] = coverage.look(piece.sample_id, piece.first, tokens[here], sample.logprob[there])
+            known[here], places[here] = coverage.look(piece.sample_id, piece.first, tokens[here], states["logprob"][here])
         start += piece.rows
     covered = undecided = None
     if coverage:

@@ -33,8 +33,6 @@ class Sample:
     taps: Tensor  # [n-1, T, H] in the order asked for
     final: Tensor  # [n-1, H] after the verifier's last norm: target logits = final @ lm_head.T
     logprob: Tensor  # [n-1] fp32, raw, of token t+1 given 0..t; NaN where the engine did not compute it
-    taps_scale: Tensor | None = None  # [n-1, T] fp32, only of an FP8 store read with raw=True
-    final_scale: Tensor | None = None  # [n-1] fp32, likewise
 
 
 @dataclass(frozen=True)
@@ -110,11 +108,11 @@ class StateStore:
         with open(path, "rb") as file:
             return Response.parse(os.pread(file.fileno(), size, offset), path=path)
 
-    def read(self, sample_id: str, taps: Sequence[int] | None = None, *, raw: bool = False) -> Sample:
+    def read(self, sample_id: str, taps: Sequence[int] | None = None) -> Sample:
         """The sample's rows, as views of the file where they lie in one piece; do not write to them.
 
         `taps` selects and orders by EAGLE-3 id (None: all, as stored); an id that is not stored is a MustFix.
-        An FP8 store gives bfloat16, or with `raw` the stored bytes and their scales.
+        An FP8 store gives bfloat16; `copy` gives what is stored.
         """
         rows = self._gather(self._known(sample_id))
         columns = self._columns(taps)
@@ -122,10 +120,30 @@ class StateStore:
             rows["taps"] = rows["taps"][:, columns]  # [n-1, len(taps), H]
             if self.layout.is_fp8:
                 rows["taps_scale"] = rows["taps_scale"][:, columns]  # [n-1, len(taps)]
-        if self.layout.is_fp8 and not raw:
+        if self.layout.is_fp8:
             rows["taps"] = dequantize(rows["taps"], rows.pop("taps_scale"))
             rows["final"] = dequantize(rows["final"], rows.pop("final_scale"))
         return Sample(self.response(sample_id), **rows)
+
+    def copy(self, sample_id: str, into: Rows, *, first: int = 0, taps: Sequence[int] | None = None) -> None:
+        """Copy positions first .. first + n - 1 as stored into tensors [n, ...] by name, `taps` selected as by `read`.
+
+        Each row is read once and copied once, straight from the file, and none besides: a sample that was decoded beside others lies in
+        many runs of rows, and a long one is trained in several pieces.
+        """
+        end, columns = first + len(into["logprob"]), self._columns(taps)
+        for part in pieces(self._extents[self._known(sample_id)], self._rows[sample_id]):
+            low, high = max(first, part.position), min(end, part.position + part.rows)
+            if low >= high:
+                continue
+            stored = self._shard(part.shard).rows(part.row + low - part.position, high - low)
+            for name, tensor in into.items():
+                target, source = tensor[low - first : high - first], stored[name]
+                if columns is None or name not in ("taps", "taps_scale"):
+                    target.copy_(source)
+                    continue
+                for place, column in enumerate(columns):
+                    target[:, place].copy_(source[:, column])
 
     def verify(
         self,
@@ -186,9 +204,7 @@ class StateStore:
         if len(parts) == 1:
             return self._shard(parts[0].shard).rows(parts[0].row, rows)
         whole = {name: torch.empty(rows, *shape, dtype=dtype) for name, (dtype, shape) in self.layout.tensors().items()}
-        for part in parts:
-            for name, tensor in self._shard(part.shard).rows(part.row, part.rows).items():
-                whole[name][part.position : part.position + part.rows] = tensor
+        self.copy(sample_id, whole)
         return whole
 
     def _verify_extents(self, sample_id: str, report: VerifyReport) -> bool:

@@ -16,26 +16,30 @@ from jobs.draft.data import ReadAhead
 from jobs.draft.packing import Piece
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
 
-HIDDEN, TAPS, TOKENS, SAMPLES, ROWS, READERS = 7168, (2, 30, 58), 503, 8, 4096, 2
+HIDDEN, TAPS, TOKENS, SAMPLES, ROWS, READERS, RUN = 7168, (2, 30, 58), 503, 8, 4096, 2, 64
 
 
 def write_both(folder: Path) -> StateStore:
-    """The same samples in both forms."""
+    """The same samples in both forms; in the store as decoding side by side leaves them, `RUN` rows of each in turn."""
     g = torch.Generator().manual_seed(0)
     (folder / "pt").mkdir()
+    names = [f"s{number:03d}#0" for number in range(SAMPLES)]
+    ids = {name: torch.randint(1000, (TOKENS,), generator=g) for name in names}
+    states = {name: torch.randn(1, 4, HIDDEN, generator=g).bfloat16().repeat(TOKENS, 1, 1) for name in names}  # [n, 4, H]
     with ResponseLog(folder / "store") as log:
-        writer = StateWriter(folder / "store", StateLayout(TAPS, HIDDEN, "bfloat16", "synthetic", "0" * 40, "0" * 64))
-        for number in range(SAMPLES):
-            ids = torch.randint(1000, (TOKENS,), generator=g)
-            states = torch.randn(1, 4, HIDDEN, generator=g).bfloat16().repeat(TOKENS, 1, 1)  # [n, 4, H]
-            name = f"s{number:03d}#0"
-            writer.append(name, 0, states[:-1, :3], states[:-1, 3], torch.full((TOKENS - 1,), -1.0))
+        layout = StateLayout(TAPS, HIDDEN, "bfloat16", "synthetic", "0" * 40, "0" * 64)
+        writer = StateWriter(folder / "store", layout, extent_rows=RUN)
+        for first in range(0, TOKENS - 1, RUN):
+            for name, rows in states.items():
+                part = rows[first : min(first + RUN, TOKENS - 1)]
+                writer.append(name, first, part[:, :3], part[:, 3], torch.full((len(part),), -1.0))
+        for number, name in enumerate(names):
             writer.finish(name, TOKENS)
             writer.sync()
-            log.append(Response(name, ids[:20].tolist(), ids[20:].tolist(), "length", {}, "synthetic", False))
-            layers = [states[:, i].contiguous() for i in range(4)]
+            log.append(Response(name, ids[name][:20].tolist(), ids[name][20:].tolist(), "length", {}, "synthetic", False))
+            layers = [states[name][:, i].contiguous() for i in range(4)]
             torch.save(
-                {"input_ids": ids, "loss_mask": torch.ones(TOKENS, dtype=torch.long), "hidden_states": layers},
+                {"input_ids": ids[name], "loss_mask": torch.ones(TOKENS, dtype=torch.long), "hidden_states": layers},
                 folder / "pt" / f"data_{number}.pt",
             )
         writer.close()

@@ -4,11 +4,13 @@ import random
 
 import pytest
 import torch
-from synthetic_states import TAPS, make_store, small_config
+from synthetic_states import TAPS, Language, make_store, small_config
 
 from jobs.draft.data import ReadAhead, check_fit, cut_store, load
 from jobs.draft.packing import Cursor, Plan, cut
 from jobs.errors import MustFix
+from jobs.storage.shards import MappedShard
+from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
 
 
 def chat_lengths(samples: int, limit: int) -> list[tuple[str, int, int]]:
@@ -113,6 +115,44 @@ def test_packed_row_holds_the_states_of_its_pieces(tmp_path):
             start += piece.rows
         assert not row.taps[start:].any() and not row.predicted[start:].any() and not row.remaining[start:].any()
     assert seen == sum(piece.rows for piece in packing.cut.pieces)
+
+
+def interleaved(folder, samples: int, tokens: int, run: int) -> StateStore:
+    """Samples whose rows were written in turns, `run` of each at a time."""
+    language, g, names = Language.make(), torch.Generator().manual_seed(1), [f"p{i}#0" for i in range(samples)]
+    answers = {name: language.write(tokens, g) for name in names}
+    states = {name: language.states(ids, g) for name, ids in answers.items()}
+    layout = StateLayout(TAPS, small_config().hidden_size, "float32", "synthetic", "0" * 40, "0" * 64)
+    with ResponseLog(folder) as log:
+        writer = StateWriter(folder, layout, extent_rows=run)
+        for first in range(0, tokens - 1, run):
+            for name in names:
+                writer.append(name, first, *(tensor[first : first + run] for tensor in states[name]))
+        for name, ids in answers.items():
+            writer.finish(name, tokens)
+            writer.sync()
+            log.append(Response(name, ids[:4], ids[4:], "length", {}, "synthetic", False))
+        writer.close()
+    return StateStore(folder)
+
+
+def test_an_epoch_reads_each_row_once_however_a_sample_lies(tmp_path, monkeypatch):
+    """Answers that were decoded side by side lie in many runs of rows, and a long one is trained in several pieces."""
+    store = interleaved(tmp_path, samples=4, tokens=97, run=6)
+    packing = Plan(cut_store(store, store.ids(), small_config(), 32), rows=64, accumulate=1, epochs=1, max_steps=None, seed=0)
+    assert len(packing.cut.pieces) == 12
+    read, rows = [], MappedShard.rows
+    monkeypatch.setattr(MappedShard, "rows", lambda self, first, number: read.append(number) or rows(self, first, number))
+    loaded = [load(store, packed, packing.rows, (5, 2, 7)) for packed in packing.epoch(0)]
+    assert sum(read) == sum(row.used for row in loaded) == 4 * 96
+    monkeypatch.undo()
+    for row, packed in zip(loaded, packing.epoch(0), strict=True):
+        start = 0
+        for piece in packed:
+            sample, there = store.read(piece.sample_id), slice(piece.first, piece.first + piece.rows)
+            here = slice(start, start + piece.rows)
+            assert torch.equal(row.taps[here], sample.taps[there][:, [1, 0, 2]]) and torch.equal(row.final[here], sample.final[there])
+            start += piece.rows
 
 
 def test_read_ahead_keeps_the_order_and_raises_in_its_place(tmp_path):
