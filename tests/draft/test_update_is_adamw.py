@@ -15,23 +15,26 @@ from jobs.settings import TrainSettings
 SHAPES = {"layers.0.mlp.up_proj.weight": (6, 5), "norm.weight": (7,), "fc.weight": (4, 3)}
 
 
-def reference(
-    weights: dict[str, np.ndarray], gradients: list[dict[str, np.ndarray]], rates: list[float], settings: TrainSettings
-) -> list[float]:
-    """Updates `weights` in place; the norm of each mean gradient before clipping."""
-    m, v = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
-    norms = []
-    for t, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+class Reference:
+    """The algorithm on float64 arrays, changed in place."""
+
+    def __init__(self, weights: dict[str, np.ndarray], settings: TrainSettings):
+        self.weights, self.settings, self.t = weights, settings, 0
+        self.m, self.v = ({name: np.zeros_like(weight) for name, weight in weights.items()} for _ in range(2))
+
+    def update(self, gradient: dict[str, np.ndarray], rate: float) -> float:
+        """One update by a mean gradient; its norm before clipping."""
+        settings, m, v = self.settings, self.m, self.v
+        self.t += 1
         norm = np.sqrt(sum((g**2).sum() for g in gradient.values()))
-        norms.append(norm)
-        for name, g in gradient.items():
-            g = g * min(1.0, settings.clip / norm)
+        for name, weight in self.weights.items():
+            g = gradient[name] * min(1.0, settings.clip / norm)
             m[name] = settings.betas[0] * m[name] + (1 - settings.betas[0]) * g
             v[name] = settings.betas[1] * v[name] + (1 - settings.betas[1]) * g**2
-            if weights[name].ndim > 1:
-                weights[name] *= 1 - rate * settings.weight_decay
-            weights[name] -= rate * (m[name] / (1 - settings.betas[0] ** t)) / (np.sqrt(v[name] / (1 - settings.betas[1] ** t)) + 1e-8)
-    return norms
+            if weight.ndim > 1:
+                weight *= 1 - rate * settings.weight_decay
+            weight -= rate * (m[name] / (1 - settings.betas[0] ** self.t)) / (np.sqrt(v[name] / (1 - settings.betas[1] ** self.t)) + 1e-8)
+        return norm
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.8, 0.999)])
@@ -43,7 +46,8 @@ def test_updates_are_those_of_the_algorithm(betas):
     update = Update(trained, settings, Ranks(0, 1, torch.device("cpu")))
     scales, rates, counts = [0.05, 5.0, 0.2, 40.0, 0.01, 1.0], [1e-2, 2e-2, 2e-2, 1e-2, 5e-3, 1e-3], [17.0, 400.0, 3.0, 1.0, 256.0, 90.0]
     gradients = [{name: random.normal(size=shape) * scale for name, shape in SHAPES.items()} for scale in scales]
-    norms = reference(weights, gradients, rates, settings)
+    reference = Reference(weights, settings)
+    norms = [reference.update(gradient, rate) for gradient, rate in zip(gradients, rates, strict=True)]
     assert min(norms) < settings.clip < max(norms), "some are clipped and some are not"
     for gradient, rate, count, norm in zip(gradients, rates, counts, norms, strict=True):
         for name, parameter in trained.items():
