@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import briefly_trained_head
 import pytest
 import torch
 import untrained_head
@@ -12,14 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from jobs.context import Context
 from jobs.draft import replay
-from jobs.draft.formats import load_head
+from jobs.draft.acceptance import Counts
+from jobs.draft.formats import load_head, save_llama_eagle3
 from jobs.draft.replay import Candidate
 from jobs.draft.weights import VerifierWeights
 from jobs.errors import MustFix
 from jobs.job_file import load
 from jobs.reporting.display import Display
 from jobs.run import RunDirectory
-from jobs.stages import baseline, fetch, initial, judging
+from jobs.stages import baseline, fetch, gate, initial, judging, standard
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
 from jobs.verifier.chat import Chat
 from jobs.verifier.facts import VerifierFacts
@@ -44,11 +46,23 @@ def mla(head: Path, folder: Path) -> Path:
     return folder
 
 
+def thinks(i: int) -> bool:
+    return i % 4 == 3
+
+
+def answer(i: int) -> Response:
+    """One in four thinks: three tokens inside, and with its end five outside, none of them twice, so that n-gram drafts nothing."""
+    source = "own" if i % 2 else "gsm8k-like"
+    if not thinks(i):
+        return Response(f"p{i}#0", [5, 9, 11 + i], [3, 4, 3, 4, 3, 4, 20 + i, 3, 4], "stop", {}, source, False)
+    chat = Chat.load(CHECKPOINT)
+    return Response(
+        f"p{i}#0", [5, 9, 11 + i, chat.think_id], [30, 31, 32, chat.end_of_thinking_id, 33, 34, 35, 36], "stop", {}, source, True
+    )
+
+
 def answers(prompts: int) -> list[Response]:
-    found = [
-        Response(f"p{i}#0", [5, 9, 11 + i], [3, 4, 3, 4, 3, 4, 20 + i, 3, 4], "stop", {}, "own" if i % 2 else "gsm8k-like", False)
-        for i in range(prompts)
-    ]
+    found = [answer(i) for i in range(prompts)]
     return found + [Response(f"std.gsm8k.{i}#0", [5, 9], [1, 2, 1, 2, 1, 2, 1], "stop", {}, "gsm8k", False) for i in range(6)]
 
 
@@ -86,6 +100,11 @@ def made(folder: Path, heads: dict[str, Path], prompts: int = PROMPTS, gap: str 
 def notes(context: Context) -> list[str]:
     told = [json.loads(line) for line in (context.path / "events.jsonl").read_text().splitlines()]
     return [event["text"] for event in told if event["kind"] == "note"]
+
+
+def starting_with(context: Context, name: str) -> Context:
+    heads = context.settings.heads.model_copy(update={"warm_start": name})
+    return Context(context.settings.model_copy(update={"heads": heads}), context.run, context.display)
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +156,59 @@ def test_both_readings_are_judged_in_one_pass_and_every_group_stands_there(judge
     assert "low" not in good["groups"]["domain"]["math"], "four prompts of a domain are too few for an interval"
 
 
+def test_steps_inside_and_outside_thinking_are_counted_apart(judged):
+    context, figures = judged
+    thinking = sum(map(thinks, range(PROMPTS)))
+    groups = figures["heads"]["ngram"]["groups"]["thinking"]
+    assert set(groups) == {"inside", "outside"}
+    # The first token of an answer comes from prefill; of those that follow two are thinking, and nothing is drafted for them.
+    assert (groups["inside"]["steps"], groups["inside"]["tokens"]) == (2 * thinking, 2 * thinking)
+    plain = Counts.zero(3)
+    for i, sample in judging.kept(context, "ngram").samples.items():
+        assert set(sample.groups["thinking"]) == ({"inside", "outside"} if i in ("p3#0", "p7#0") else {"outside"})
+        if i in ("p3#0", "p7#0"):
+            assert sample.groups["thinking"]["outside"].steps == 5
+        elif standard.set_of(i) is None:
+            plain += sample.walk
+    assert groups["outside"]["steps"] == plain.steps + 5 * thinking
+    good = figures["heads"]["good"]
+    assert set(good["groups"]["thinking"]) == {"inside", "outside"}
+    assert sum(group["steps"] for group in good["groups"]["thinking"].values()) == good["walk"]["steps"]
+
+
+def saved_of_a_trained_one(context: Context, folder: Path) -> Path:
+    """A head that has seen the answers it will be judged on."""
+    head = briefly_trained_head.trained(StateStore(context.states("eval")), VerifierWeights.read(CHECKPOINT), False, (2, 5, 7))
+    save_llama_eagle3(head, folder, dtype=torch.float32)
+    return folder
+
+
+def test_of_several_heads_the_better_one_is_best_and_starts_the_training(judged, tmp_path):
+    trained = saved_of_a_trained_one(judged[0], tmp_path / "trained")
+    for order in (("a-weak", "z-strong"), ("a-strong", "z-weak")):
+        folders = {name: trained if "strong" in name else untrained_head.saved(tmp_path / name, 1) for name in order}
+        context = made(tmp_path / order[0], folders)
+        said = baseline.run(context)
+        strong, weak = sorted(order, key=lambda name: "weak" in name)
+        figures = json.loads((context.path / "baseline.json").read_text())
+        lengths = {name: figure["acceptance_length"]["mean"] for name, figure in figures["heads"].items()}
+        assert lengths[strong] > lengths["ngram"] > lengths[weak], "or this test asks nothing"
+        assert said["best"] == figures["best"] == strong
+        assert context.run.ledger["acceptance"]["baseline"]["mean"] == lengths[strong]
+        assert initial.chosen(context).name == initial.chosen(starting_with(context, strong)).name == strong
+        worse = initial.chosen(starting_with(context, weak))
+        assert worse.name == weak and worse.folder == Path(context.locations()["heads"][weak])
+
+
+def test_n_gram_may_be_best_and_the_untrained_head_never_is():
+    def best_of(**lengths: float) -> gate.Best | None:
+        return baseline.best_head({name: {"acceptance_length": {"mean": length}} for name, length in lengths.items()})
+
+    assert best_of(untrained=3.0, one=1.5, two=1.75, ngram=1.25) == best_of(two=1.75, ngram=1.25, one=1.5) == gate.Best("two", 1.75)
+    assert best_of(untrained=3.0, one=1.5, ngram=2.25, two=1.75) == gate.Best("ngram", 2.25)
+    assert best_of(untrained=3.0) is None
+
+
 def test_the_best_head_in_its_better_reading_is_the_warm_start_unless_the_settings_say_otherwise(judged):
     context, figures = judged
     assert figures["best"] in ("good", "ngram"), "n-gram speculation may be better, and cannot be trained from"
@@ -145,14 +217,9 @@ def test_the_best_head_in_its_better_reading_is_the_warm_start_unless_the_settin
     assert (start.name, "-".join(map(str, start.taps))) == ("good", better)
     head = initial.warm(context, start, VerifierWeights.read(CHECKPOINT), {5: 3})
     assert torch.equal(head.fc.weight, load_head(start.folder).fc.weight) and head.config.taps == start.taps
-
-    def with_start(name: str) -> Context:
-        heads = context.settings.heads.model_copy(update={"warm_start": name})
-        return Context(context.settings.model_copy(update={"heads": heads}), context.run, context.display)
-
-    assert initial.chosen(with_start("none")) is None
+    assert initial.chosen(starting_with(context, "none")) is None
     with pytest.raises(MustFix, match="'wide' could not be judged") as error:
-        initial.chosen(with_start("wide"))
+        initial.chosen(starting_with(context, "wide"))
     assert error.value.where == "heads.warm_start"
 
 
