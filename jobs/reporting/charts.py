@@ -14,6 +14,8 @@ from markupsafe import Markup, escape
 WIDTH = 360
 LONGEST_NAME = 24  # characters of a label before it is cut; the table beside the chart has it whole
 SERIES_COLOURS = 6
+MARKED_POINTS = 12  # a line through so few is drawn with a dot at each: between them nothing was measured
+WHOLE_FROM = 0.0995  # share from which its percentage is shown without a digit after the point
 Point = tuple[float, float]
 
 
@@ -25,7 +27,7 @@ def line_chart(title: str, series: Sequence[tuple[str, Sequence[Point]]], *, x_l
     height, left, right, top, bottom = 220, 46, 10, 10, 34
     xs = [x for _, points in series for x, _ in points]
     ys = [y for _, points in series for _, y in points]
-    x_ticks, y_ticks = ticks(min(xs), max(xs), 5), ticks(min(ys) if floor is None else min(floor, *ys), max(ys), 5)
+    y_ticks = ticks(min(ys) if floor is None else min(floor, *ys), max(ys), 5)
     x_low, x_high = min(xs), max(max(xs), min(xs) + 1e-9)
     y_low, y_high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
 
@@ -37,12 +39,12 @@ def line_chart(title: str, series: Sequence[tuple[str, Sequence[Point]]], *, x_l
 
     parts = [f'<line class="grid" x1="{left}" x2="{WIDTH - right}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>' for y in y_ticks]
     parts += [_text(left - 5, up(y) + 4, label(y), "end") for y in y_ticks]
-    parts += [_text(across(x), height - bottom + 16, label(x), "middle") for x in x_ticks if x_low <= x <= x_high]
+    parts += [_text(across(x), height - bottom + 16, label(x), "middle") for x in ticks_within(min(xs), max(xs))]
     parts.append(_text((left + WIDTH - right) / 2, height - 3, x_label, "middle"))
     for position, (_, points) in enumerate(series):
         colour = f"s{position % SERIES_COLOURS}"
-        if len(points) == 1:
-            parts.append(f'<circle class="dot {colour}" cx="{across(points[0][0]):.1f}" cy="{up(points[0][1]):.1f}" r="3"/>')
+        if len(points) <= MARKED_POINTS:
+            parts += [f'<circle class="dot {colour}" cx="{across(x):.1f}" cy="{up(y):.1f}" r="3"/>' for x, y in points]
         path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
         parts.append(f'<polyline class="line {colour}" points="{path}"/>')
     return _svg(title, height, parts) + legend([name for name, _ in series])
@@ -67,7 +69,7 @@ def interval_bars(title: str, rows: Sequence[tuple[str, float, float | None, flo
         y = top + step * position
         value = f"{mean:.2f}" if low is None or high is None else f"{mean:.2f}  ({low:.2f} to {high:.2f})"
         parts.append(_text(2, y + 14, shortened(name), "start", "label"))
-        parts.append(_text(WIDTH - 2, y + 14, value, "end", "label"))
+        parts.append(_text(WIDTH - 2, y + 14, value, "end", "value"))
         parts.append(
             f'<rect class="bar {"strong" if name == "trained" else "soft"}" x="2" y="{y + 19}" width="{max(across(mean) - 2, 1):.1f}" height="14" rx="2"/>'
         )
@@ -103,8 +105,8 @@ def grouped_bars(title: str, groups: Sequence[str], series: Sequence[tuple[str, 
             parts.append(
                 f'<rect class="bar s{position % SERIES_COLOURS}" x="{x:.1f}" y="{ground - tall:.1f}" width="{max(thick - 2, 1):.1f}" height="{tall:.1f}"/>'
             )
-            if thick >= 16:
-                parts.append(_text(x + thick / 2 - 1, ground - tall - 4, f"{100 * values[place]:.0f}", "middle"))
+            if thick >= 18:
+                parts.append(_text(x + thick / 2 - 1, ground - tall - 4, percentage(values[place]), "middle", "value"))
     return _svg(title, height, parts) + legend([name for name, _ in series])
 
 
@@ -120,7 +122,7 @@ def duration_bars(title: str, rows: Sequence[tuple[str, float, str]]) -> Markup:
         width = seconds / longest * (WIDTH - 186)
         parts.append(_text(106, y + 15, shortened(name), "end", "label"))
         parts.append(f'<rect class="bar strong" x="112" y="{y + 4}" width="{max(width, 1):.1f}" height="14" rx="2"/>')
-        parts.append(_text(112 + width + 6, y + 15, text, "start"))
+        parts.append(_text(112 + width + 6, y + 15, text, "start", "value"))
     return _svg(title, step * len(rows) + 4, parts)
 
 
@@ -156,6 +158,23 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(step * index, 12) for index in range(first, last + 1)]
+
+
+def ticks_within(low: float, high: float, fewest: int = 3) -> list[float]:
+    """Round numbers inside [low, high], as few as an axis needs; an end that is not round has none."""
+    found = [low]
+    if high <= low:
+        return found
+    for count in range(5, 12):
+        found = [tick for tick in ticks(low, high, count) if low <= tick <= high]
+        if len(found) >= fewest:
+            break
+    return found
+
+
+def percentage(share: float) -> str:
+    """What stands above a bar: a small share is not shown as none."""
+    return f"{100 * share:.0f}" if share >= WHOLE_FROM else f"{100 * share:.1f}"
 
 
 def label(value: float) -> str:

@@ -32,7 +32,7 @@ def head(name: str, mean: float, rates: list[float], drafts: int = 5000, **more)
         "groups": {
             "domain": {
                 "chat": {"mean_acceptance_length": mean + 0.1, "low": mean, "high": mean + 0.2},
-                "code": {"mean_acceptance_length": mean - 0.1},
+                "code": {"mean_acceptance_length": mean - 0.1, "low": mean - 0.3, "high": mean + 0.1},
             },
             "position": {
                 label: {"mean_acceptance_length": mean - place / 50}

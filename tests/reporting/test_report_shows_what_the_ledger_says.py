@@ -2,96 +2,15 @@
 
 import json
 import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from made_up_runs import HOSTILE, complete_ledger
+from report_pages import Page, figures_are_those_of_the_files, page_of
 
 from jobs.errors import MustFix
 from jobs.reporting import charts, figures
 from jobs.reporting.forecast import forecast
 from jobs.reporting.report import write_report
-
-VOID = {"meta", "br", "img", "link", "input", "hr"}
-BROWSER = shutil.which("chromium")
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--enable-logging=stderr",
-    "--allow-file-access-from-files",
-    "--virtual-time-budget=3000",
-]
-
-
-class Page(HTMLParser):
-    """Elements must nest and close; figures, attributes and the visible text are kept."""
-
-    def __init__(self, text: str):
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.figures: list[tuple[dict[str, str], str]] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.tags: set[str] = set()
-        self.text = ""
-        self.feed(text)
-        self.close()
-        assert not self.open, f"left open: {self.open}"
-
-    def handle_starttag(self, tag, attrs):
-        names = [name for name, _ in attrs]
-        assert len(names) == len(set(names)), f"<{tag}> repeats an attribute"
-        self.tags.add(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-        if tag == "data":
-            self.figures.append((dict(attrs), ""))
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.handle_endtag(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
-        self.open.pop()
-        if tag not in ("data", "code", "strong", "span"):
-            self.text += " "
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] == "style":
-            return
-        self.text += data
-        if self.open and self.open[-1] == "data":
-            attributes, text = self.figures[-1]
-            self.figures[-1] = (attributes, text + data)
-
-
-def looked_up(run: Path, source: str):
-    """The value behind `file#/json/pointer`; a .jsonl file is the list of its lines, `forecast(file)` what follows from a ledger."""
-    file, path = source.split("#")
-    if file == "forecast(run.json)":
-        found = forecast(json.loads((run / "run.json").read_text()))
-    else:
-        text = (run / file).read_text()
-        found = [json.loads(line) for line in text.splitlines()] if file.endswith(".jsonl") else json.loads(text)
-    for part in path.split("/")[1:]:
-        part = part.replace("~1", "/").replace("~0", "~")
-        found = found[int(part)] if isinstance(found, list) else found[part]
-    return found
-
-
-def page_of(run: Path) -> Page:
-    return Page(write_report(run).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", ["complete_run", "stopped_run", "failed_run"])
@@ -99,16 +18,7 @@ def test_every_figure_equals_the_entry_it_names(name, request):
     run = request.getfixturevalue(name)
     page = page_of(run)
     assert len(page.figures) > 10
-    for attributes, shown in page.figures:
-        value = json.loads(attributes["value"])
-        if "data-sum" in attributes:
-            expected = sum(stage.get("seconds") or 0 for stage in looked_up(run, "run.json#/stages").values())
-            assert value == pytest.approx(expected)
-        elif "data-per" in attributes:
-            assert value == pytest.approx(looked_up(run, attributes["data-source"]) / looked_up(run, attributes["data-per"]))
-        elif "hidden-word" not in str(looked_up(run, attributes["data-source"])):
-            assert value == looked_up(run, attributes["data-source"]), attributes["data-source"]
-        assert shown.strip(), f"{attributes} shows nothing"
+    figures_are_those_of_the_files(run, page)
 
 
 def test_what_is_shown_is_the_value_rounded(complete_run):
@@ -350,27 +260,3 @@ def test_axis_ticks_are_round_and_span_the_data(low, high):
 )
 def test_seconds_are_written_for_people(seconds, text):
     assert figures.seconds_text(seconds) == text
-
-
-@pytest.mark.skipif(BROWSER is None, reason="Debian's chromium is not installed")
-@pytest.mark.parametrize("width", [390, 1200])
-def test_a_real_browser_shows_it_without_an_error_at_this_width(complete_run, tmp_path, width):
-    """The page in a frame of a phone's and a desktop's width: nothing sticks out, charts have a size, nothing is logged."""
-    report = write_report(complete_run)
-    frame = tmp_path / "frame.html"
-    frame.write_text(
-        f"""<body><iframe id=f src="{report.as_uri()}" style="width:{width}px;height:4000px;border:0"></iframe><p id=out>none</p><script>
-        document.getElementById("f").onload = function () {{
-          const page = this.contentDocument, charts = [...page.querySelectorAll("svg")].map(s => s.getBoundingClientRect());
-          document.getElementById("out").textContent = JSON.stringify({{
-            wide: page.documentElement.scrollWidth, charts: charts.length, least: Math.min(...charts.map(r => r.width)),
-            requests: page.defaultView.performance.getEntriesByType("resource").length, verdict: page.querySelector(".verdict").textContent}});
-        }}</script></body>"""
-    )
-    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", frame.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    seen = json.loads(re.search(r'<p id="out">(.*?)</p>', shown.stdout)[1])
-    assert seen["verdict"] == "Done" and seen["charts"] >= 6 and seen["requests"] == 0
-    assert seen["wide"] <= width, "the page is wider than the screen"
-    assert seen["least"] > min(width, 600) * 0.5
-    assert "CONSOLE" not in shown.stderr, shown.stderr[-2000:]
