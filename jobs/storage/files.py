@@ -47,13 +47,6 @@ def disk_full_named(path: Path) -> Iterator[None]:
         ) from error
 
 
-def unwritable_run_directory(path: Path, error: OSError) -> MustFix:
-    return MustFix(
-        f"The run directory cannot be written: {error.strerror}", where=str(path),
-        remedy=f"give user {os.getuid()} write permission there or take another --run-dir",
-    )  # fmt: skip
-
-
 def fsync_file(path: Path) -> None:
     """Have the kernel write a file's bytes to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

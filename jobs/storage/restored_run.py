@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from jobs.errors import Interrupted, MustFix, TryAgain
+from jobs.errors import Interrupted, MustFix, TryAgain, unwritable_run_directory
 from jobs.settings import PushSettings
 from jobs.storage.destination import Destination, Progress, ShouldStop, destination
-from jobs.storage.files import disk_full_named, fsync_file, fsync_folder, held, unwritable_run_directory, write_all, write_json_atomically
+from jobs.storage.files import disk_full_named, fsync_file, fsync_folder, held, write_all, write_json_atomically
 from jobs.storage.saved_run import MOST_THREADS, RECORD, find, object_of
 
 STAGING = ".restoring"

@@ -34,7 +34,7 @@ def refuse_too_large(model: Path, settings: VerifierSettings, drafter: Drafter |
     if torch.cuda.is_available():
         gpus = settings.tensor_parallel_size
         share = gpus // replicas
-        given, what = int(device_bytes() * settings.gpu_memory_utilization), f"each of {gpus} GPU(s)"
+        given, what = int(device_bytes() * settings.gpu_memory_utilization), "the GPU" if gpus == 1 else f"each of {gpus} GPUs"
         needed = (
             experts // gpus
             + (weights - experts) // share

@@ -71,14 +71,14 @@ def _child(states: Path, folder: Path, environment: dict[str, str], changes: dic
 
 def _slow_reads(seconds: float) -> None:
     """Reads from a store take so much longer, one after the other, as from a disk of this process alone."""
-    read, disk = StateStore.read, threading.Lock()
+    read, disk = StateStore.copy, threading.Lock()
 
     def slowed(*arguments, **options):
         with disk:
             time.sleep(seconds)
         return read(*arguments, **options)
 
-    StateStore.read = slowed
+    StateStore.copy = slowed
 
 
 def _die_at(file: str, line: str) -> None:
