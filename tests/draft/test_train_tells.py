@@ -63,9 +63,9 @@ def test_tensorboard_holds_what_the_lines_hold(tmp_path):
 class SlowDisk(StateStore):
     """A store on a disk that takes 0.2 s for a sample: slower than a step on any machine."""
 
-    def read(self, *arguments, **options):
+    def copy(self, *arguments, **options):
         time.sleep(0.2)
-        return super().read(*arguments, **options)
+        return super().copy(*arguments, **options)
 
 
 def test_a_disk_that_cannot_deliver_is_named_once_with_both_rates(tmp_path):
