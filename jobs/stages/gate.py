@@ -18,6 +18,12 @@ from jobs.draft.acceptance import Judgement
 from jobs.draft.replay import Candidate
 from jobs.draft.trainer import train
 from jobs.draft.weights import VerifierWeights
+from jobs.reporting import figures
+from jobs.reporting.forecast import forecast
+from jobs.reporting.plan import span
+from jobs.reporting.stage_times import ZERO
+from jobs.reporting.workload import Range
+from jobs.run import STAGES
 from jobs.stages import generate, initial, judging
 from jobs.stages.vocab import draft_vocabulary, token_counts
 from jobs.storage.states import StateStore
@@ -39,18 +45,29 @@ def decide(context: Context, best: Best | None) -> dict[str, Any]:
     if best is None:
         return _verdict(context, True, "no existing head could be judged")
     if settings.train_if_best_below is not None and best.length >= settings.train_if_best_below:
-        why = f"{best.name} already accepts {best.length:.3f} tokens a step, gate.train_if_best_below is {settings.train_if_best_below}; {SAVED}"
+        why = f"{best.name} already accepts {best.length:.3f} tokens a step, gate.train_if_best_below is {settings.train_if_best_below}; {_saved(context)}"
         return _verdict(context, False, why)
     if settings.min_gain is None:
         return _verdict(context, True, f"{best.name} accepts {best.length:.3f} tokens a step, which leaves room; no trial was asked for")
     gain = trial_gain(context, best)
     enough = gain["mean"] >= settings.min_gain
     why = f"a trial on {settings.trial_fraction:.0%} of the train split gains {gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f}) over {best.name}, gate.min_gain is {settings.min_gain}"
-    return _verdict(context, enough, why if enough else f"{why}; {SAVED}") | {"trial": gain}
+    return _verdict(context, enough, why if enough else f"{why}; {_saved(context)}") | {"trial": gain}
 
 
 def _verdict(context: Context, go: bool, why: str) -> dict[str, Any]:
     return {"verdict": "go" if go else "no_go", "why": why, "forced": context.force and not go}
+
+
+def _saved(context: Context) -> str:
+    """What a no-go saves, in hours and money where the plan knows this machine; the answers of a trial it plans apart from the others."""
+    after, stages = STAGES[STAGES.index("baseline") + 1 :], (forecast(context.run.ledger) or {"stages": {}})["stages"]
+    seconds = sum((Range(stage["low"], stage["high"]) for name, stage in stages.items() if name in after), ZERO)
+    if not seconds.high:
+        return SAVED
+    rental = context.settings.rental
+    paid = f", {span(seconds.times(rental.price_per_hour / 3600), figures.money_text)} {rental.currency}" if rental.price_per_hour else ""
+    return f"{SAVED}: {span(seconds)}{paid} by the plan"
 
 
 def trial_gain(context: Context, best: Best) -> dict[str, float]:
