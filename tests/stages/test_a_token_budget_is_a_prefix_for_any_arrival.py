@@ -3,21 +3,24 @@
 The reference sums all conversations anew for each of them, after every answer.
 """
 
+import hashlib
 import itertools
+import json
 import os
 import random
 import sys
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 
 import pytest
 from arrivals import Arrivals
-from generate_in_process import SMALL, prepare, prompt, run
+from generate_in_process import SMALL, context_of, prepare, prompt, run
 
 from jobs.errors import Interrupted
-from jobs.stages import answering, budget
+from jobs.stages import answering, budget, gate, generate, judging
 from jobs.stages.conversations import Conversation, read_conversations
-from jobs.storage.responses import scan_responses
+from jobs.storage.responses import Response, ResponseLog, scan_responses
 from jobs.verifier.chat import Chat
 
 CONVERSATIONS = 10_000
@@ -151,3 +154,36 @@ def test_an_answer_costs_the_same_with_a_thousand_others_held(tmp_path, monkeypa
     few, many = ([count for held, count in taken if low <= held < high] for low, high in ((1, 50), (1000, CONVERSATIONS)))
     assert len(few) > 100 and len(many) > 100
     assert mean(many) < 2 * mean(few) < 400, (mean(few), mean(many))
+
+
+def answered(folder: Path) -> list[str]:
+    return [json.loads(line)["id"] for line in (folder / "states/train/responses.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("exist", [False, True], ids=["generated", "existing"])
+def test_a_trial_takes_the_first_of_the_seeded_order_and_the_run_goes_on_behind_them(exist, tmp_path, monkeypatch):
+    """Whichever answers arrive first; 5 % of 60 are 3. What the trial says of them is asked elsewhere."""
+    rows = [prompt(i, f"question {i}", split="train") for i in range(60)]
+    generation = {"responses": str(tmp_path / "given")} if exist else {}
+    folder = prepare(tmp_path / "run", rows, generate=generation, gate={"min_gain": 0.1})
+    if exist:
+        with ResponseLog(tmp_path / "given" / "train") as log:
+            for row in rows:
+                log.append(Response(f"{row['id']}#0", [5, 6, 7], [8, 9], "stop", {}, "test", False))
+    order = sorted((f"{row['id']}{'#0' if exist else ''}" for row in rows), key=lambda i: hashlib.sha256(f"3:{i}".encode()).digest())
+    first = {f"{i.partition('#')[0]}#0" for i in order[:3]}
+    monkeypatch.setattr(gate, "_train_and_judge", lambda _: SimpleNamespace(name="trial"))
+    monkeypatch.setattr(judging, "keep", lambda *_: None)
+    monkeypatch.setattr(judging, "kept", lambda _, name: name)
+    monkeypatch.setattr(judging, "gain", lambda _, judged, other: {"of": judged.name, "over": other})
+    engine = Arrivals(seed=1, places=8)
+    context = context_of(folder, engine)
+    try:
+        assert gate.trial_gain(context, gate.Best("ngram", 2.5)) == {"of": "trial", "over": "ngram"}
+        begun = answered(folder)
+        assert set(begun) == first and len(begun) == 3
+        generate.run_split(context, "train")
+        assert answered(folder)[:3] == begun and sorted(answered(folder)) == sorted(f"{row['id']}#0" for row in rows)
+        assert len(engine.handed_out) == len(rows), "nothing is answered twice"
+    finally:
+        context.run.close()
