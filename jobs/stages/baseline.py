@@ -68,7 +68,10 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def _readings(context: Context, store: StateStore) -> dict[str, dict[str, Candidate]]:
-    """Head name -> {key of a reading: head and taps}; a head that cannot be judged is noted and left out."""
+    """Head name -> {key of a reading: head and taps}; a head that cannot be judged is noted and left out.
+
+    MustFix: it is the one that `heads.warm_start` names. Nothing can be trained from it, and the train split is not paid for yet.
+    """
     settings, found = context.settings, {}
     device = judging.replay_device(context)
     if settings.heads.untrained or settings.heads.candidates:
@@ -83,6 +86,8 @@ def _readings(context: Context, store: StateStore) -> dict[str, dict[str, Candid
                 Path(context.locations()["heads"][listed.name]), verifier=verifier, taps=listed.taps, default_taps=store_default(context)
             ).to(device)
         except MustFix as error:
+            if listed.name == settings.heads.warm_start:
+                raise
             # One odd head must not end a run that can judge the others.
             context.note(f"baseline: {listed.name} is left out: {error}")
             continue
@@ -93,9 +98,10 @@ def _readings(context: Context, store: StateStore) -> dict[str, dict[str, Candid
         meant = [listed.taps] if listed.taps else tap_readings(head.config.taps, layers)
         readings = [taps for taps in meant if set(taps) <= set(store.layout.taps)]
         if not readings:
-            context.note(
-                f"baseline: {listed.name} reads taps {list(head.config.taps)}, the eval states hold {list(store.layout.taps)}: it is left out"
-            )
+            told = f"{listed.name} reads taps {list(head.config.taps)}, the eval states hold {list(store.layout.taps)}"
+            if listed.name == settings.heads.warm_start:
+                raise MustFix(f"Training cannot start: {told}", where="heads.warm_start", remedy="choose another head, `best` or `none`")
+            context.note(f"baseline: {told}: it is left out")
             continue
         found[listed.name] = {_key(listed.name, taps): Candidate(head, taps) for taps in readings}
     return found
