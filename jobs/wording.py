@@ -10,4 +10,6 @@ def name_of(number: float, things: str) -> str:
     """What so many `things` are called, without their number."""
     if number != 1:
         return things
-    return f"{things[:-3]}y" if things.endswith("ies") else things.removesuffix("s")
+    if things.endswith("ies"):
+        return f"{things[:-3]}y"
+    return things.removesuffix("es" if things.endswith("sses") else "s")

@@ -195,6 +195,8 @@ def counted_text(name: str, value: Any) -> str:
     if (name == "bytes" or name.endswith("_bytes")) and number(value) is not None:
         return f"{bytes_text(value)} {name.removesuffix('bytes').replace('_', ' ')}".strip()
     plain = name.replace("_", " ")
+    if isinstance(value, bool):
+        return plain if value else f"not {plain}"
     # "64 sequences", but "coverage 0.98" and "best ngram": only a number of things stands before its name.
     return counted(value, plain) if isinstance(value, int) and name.endswith("s") else f"{plain} {count_text(value)}"
 

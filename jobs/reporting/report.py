@@ -22,7 +22,7 @@ from jobs.reporting import charts, figures, measured
 from jobs.reporting.figures import mapping, number
 from jobs.reporting.forecast import forecast
 from jobs.reporting.run_files import RunFiles
-from jobs.reporting.tiles import expected_rows, facts
+from jobs.reporting.tiles import expected_rows, facts, is_priced
 from jobs.reporting.traced import figure, masked
 from jobs.storage.files import write_atomically
 
@@ -96,6 +96,7 @@ def page_of(files: RunFiles) -> dict[str, Any]:
         ),
         "expected": expected_rows(expected),
         "currency": currency,
+        "priced": is_priced(run),
         "errors_of_stages": {
             name: str(entry["error"]) for name, raw in mapping(run.get("stages")).items() if (entry := mapping(raw)).get("error")
         },

@@ -38,6 +38,11 @@ def facts(run: Mapping[str, Any], stages: Sequence[figures.StageRow], expected: 
     return found
 
 
+def is_priced(run: Mapping[str, Any]) -> bool:
+    """Whether the machine has a price, or had one."""
+    return bool(figures.amount_of(run.get("cost")) or number(mapping(mapping(run.get("settings")).get("rental")).get("price_per_hour")))
+
+
 def expected_rows(expected: Mapping[str, Any] | None) -> list[tuple[str, Markup, str]]:
     """(stage, seconds left, by what they are known) of a run that is not over."""
     stages = expected["stages"] if expected is not None else {}
@@ -51,8 +56,7 @@ def _cost(run: Mapping[str, Any], expected: Mapping[str, Any] | None) -> list[tu
     """So far and in all, or of a run that is over; nothing where no price was ever set."""
     cost = run.get("cost")
     amount, currency = figures.amount_of(cost), str(mapping(cost).get("currency") or "")
-    priced = number(mapping(mapping(run.get("settings")).get("rental")).get("price_per_hour"))
-    if amount is None or not (amount or priced):
+    if amount is None or not is_priced(run):
         return []
     so_far = figure(figures.money_text(amount, currency), amount, ("cost", "amount") if isinstance(cost, Mapping) else ("cost",))
     if expected is None or expected["cost_in_all"] is None:
