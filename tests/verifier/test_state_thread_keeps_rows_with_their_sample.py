@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from jobs.storage.extents import INDEX, read_index
 from jobs.storage.shards import encode
 from jobs.storage.states import Response, ResponseLog, StateLayout, StateStore, StateWriter
 from jobs.verifier import state_thread
@@ -147,6 +148,21 @@ def test_a_slow_disk_slows_the_steps_down_and_fills_no_memory(tmp_path):
     thread.close()
     assert most <= 64 and thread.waited > 0.1
     assert_right(committed(tmp_path / "store", [31] * 20), [31] * 20)
+
+
+def test_extents_are_on_the_disk_while_the_answer_is_still_decoded(tmp_path):
+    """Nothing is finished and nothing synced: memory holds no more than an extent of a running answer, however long it gets."""
+    thread = StoreThread(StateWriter(tmp_path, LAYOUT, shard_bytes=1 << 16, extent_rows=8), join_bytes=1)
+    for position in range(30):
+        thread.put(step_of([(0, position, 1, 0, 0)]))
+    deadline = time.monotonic() + 30
+    while len(extents := list(read_index(tmp_path / INDEX))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [(extent.position, extent.rows) for extent in extents] == [(0, 8), (8, 8), (16, 8)]
+    assert thread.finish([Ended("s0#0", 31)], wait=True) == {"s0#0": None}
+    thread.close()
+    assert [*read_index(tmp_path / INDEX)][:3] == extents, "they were written again"
+    assert_right(committed(tmp_path, [31]), [31])
 
 
 def test_an_answer_ends_in_the_midst_of_joined_steps(tmp_path):
