@@ -142,7 +142,22 @@ def live_table(live: Mapping[str, Any]) -> dict[str, Any] | None:
     ]  # fmt: skip
     replay = Cell(number(mapping(live.get("replay")).get("mean")), "live.json", ("replay", "mean"))
     told = {"requests": number(live.get("requests")), "sampling": mapping(live.get("sampling")), "replay": replay, "winner": winner}
-    return {"rows": rows, "same": same, "errors": errors, **told}
+    return {"rows": rows, "same": same, "parted": _parted(live), "errors": errors, **told}
+
+
+def _parted(live: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Cell], Any]]:
+    """(pair of ways, concurrency, figures, whether the winner's rate is above chance) of every comparison token by token."""
+    pairs = [(kind, c, mapping(one)) for kind, of in mapping(live.get("first_divergences")).items() for c, one in mapping(of).items()]
+    return [
+        (
+            kind.replace("_", " "),
+            concurrency,
+            {key: Cell(number(one[key]), "live.json", ("first_divergences", kind, concurrency, key)) for key in DIVERGENCES},
+            one.get("more_than_chance"),
+        )
+        for kind, concurrency, one in pairs
+        if _has(one, *DIVERGENCES)
+    ]
 
 
 def drafted(head: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,6 +169,7 @@ def drafted(head: Mapping[str, Any]) -> dict[str, Any]:
 
 
 LIVE_COLUMNS = ("output_throughput", "median_itl_ms", "p99_itl_ms", "median_tpot_ms", "median_ttft_ms", "spec_decode_acceptance_length")
+DIVERGENCES = ("per_1000_tokens", "diverged", "answers")
 
 
 def scaling_rows(scaling: Mapping[str, Any]) -> list[tuple[int, dict[str, Any]]]:

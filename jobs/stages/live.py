@@ -14,6 +14,7 @@ measures what is missing.
 import gc
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,7 @@ def _save(context: Context, kept: dict[str, Any]) -> None:
     kept["speedup"] = {c: best[c]["output_throughput"] / plain[c]["output_throughput"] for c in best if c in plain}
     if kept["sampling"]["temperature"] == 0:
         kept["same_answers"] = same_answers(context.path / "live", kept["winner"], list(plain), list(best))
+        kept["first_divergences"] = first_divergences(context.path / "live", kept["winner"], list(plain), list(best))
     write_json_atomically(context.path / "live.json", kept)
 
 
@@ -214,15 +216,75 @@ def same_answers(folder: Path, winner: str, plain: list[str], best: list[str]) -
     token. So the first figure is to be held against the second, and in fp32 on CPU both are 1.
     """
 
-    def texts(way: str, concurrency: str) -> list[str]:
-        return read_json(folder / f"{way}-{concurrency}.json")["generated_texts"]
+    def share(pair: list[tuple[Answer, Answer]]) -> float:
+        return sum(one.text == other.text for one, other in pair) / len(pair)
 
-    def share(one: list[str], other: list[str]) -> float:
-        return sum(a == b for a, b in zip(one, other, strict=True)) / len(one)
+    return {kind: {c: share(pair) for c, pair in pairs.items()} for kind, pairs in _pairs(folder, winner, plain, best).items()}
 
-    with_winner = {c: share(texts(NONE, c), texts(winner, c)) for c in best if c in plain}
-    among_plain = {c: share(texts(NONE, plain[0]), texts(NONE, c)) for c in plain[1:]}
-    return {"winner_and_plain": with_winner, "plain_and_plain": among_plain}
+
+def first_divergences(folder: Path, winner: str, plain: list[str], best: list[str]) -> dict[str, dict[str, dict[str, Any]]]:
+    """How often greedy answers part, of the same pairs: a whole answer is the likelier another one the longer it is, this is not.
+
+    `diverged` of `answers` part somewhere; `tokens` were compared up to there, or to the end; `per_1000_tokens` is the rate.
+    The benchmark keeps texts and counts of tokens: where a text parts, its characters say how many of its tokens came before.
+    The winner's have `more_than_chance`: its rate is above that of all plain pairs together by more than two standard errors of
+    the difference of two Poisson counts with one rate. None where no two concurrencies of plain decoding are there to hold it against.
+    """
+    found = {kind: {c: _parted(pair) for c, pair in pairs.items()} for kind, pairs in _pairs(folder, winner, plain, best).items()}
+    rounding = [sum(one[key] for one in found["plain_and_plain"].values()) for key in ("diverged", "tokens")]
+    for one in found["winner_and_plain"].values():
+        one["more_than_chance"] = _more_than_chance((one["diverged"], one["tokens"]), tuple(rounding))
+    return found
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the benchmark keeps of one: its text, and the tokens the server counted in it."""
+
+    text: str
+    tokens: int
+
+
+def _pairs(folder: Path, winner: str, plain: list[str], best: list[str]) -> dict[str, dict[str, list[tuple[Answer, Answer]]]]:
+    """Answers to the same prompts by concurrency: plain and the winner's, and plain ones of the first and of another concurrency."""
+
+    def answers(way: str, concurrency: str) -> list[Answer]:
+        result = read_json(folder / f"{way}-{concurrency}.json")
+        return [Answer(*one) for one in zip(result["generated_texts"], result["output_lens"], strict=True)]
+
+    def pair(way: str, one: str, other: str) -> list[tuple[Answer, Answer]]:
+        return list(zip(answers(NONE, one), answers(way, other), strict=True))
+
+    return {
+        "winner_and_plain": {c: pair(winner, c, c) for c in best if c in plain},
+        "plain_and_plain": {c: pair(NONE, plain[0], c) for c in plain[1:]},
+    }
+
+
+def _parted(pair: list[tuple[Answer, Answer]]) -> dict[str, Any]:
+    diverged, tokens = 0, 0.0
+    for one, other in pair:
+        compared = min(one.tokens, other.tokens)
+        if one.text != other.text:
+            diverged += 1
+            alike = len(os.path.commonprefix((one.text, other.text)))
+            compared = min(one.tokens * alike / max(len(one.text), 1) + 1, compared)  # the token that differs was compared, too
+        tokens += compared
+    return {
+        "answers": len(pair),
+        "diverged": diverged,
+        "tokens": round(tokens, 1),
+        "per_1000_tokens": 1000 * diverged / tokens if tokens else None,
+    }
+
+
+def _more_than_chance(winner: tuple[int, float], plain: tuple[int, float]) -> bool | None:
+    """(diverged, tokens) of each; two standard errors of the difference, both with the rate they have together."""
+    (parted, tokens), (rounded, others) = winner, plain
+    if not tokens or not others:
+        return None
+    error = math.sqrt((parted + rounded) / (tokens + others) * (1 / tokens + 1 / others))
+    return parted / tokens - rounded / others > 2 * error
 
 
 def _is_nan(value: Any) -> bool:

@@ -97,5 +97,5 @@ def _published_live(live: dict[str, Any]) -> dict[str, Any]:
         way: {"runs": {c: {k: v for k, v in run.items() if k != "command"} for c, run in of["runs"].items()}}
         for way, of in live["ways"].items()
     }
-    shown = ("winner", "replay", "draft_tokens", "sampling", "mode", "requests", "speedup", "same_answers")
+    shown = ("winner", "replay", "draft_tokens", "sampling", "mode", "requests", "speedup", "same_answers", "first_divergences")
     return {key: live[key] for key in shown if key in live} | {"ways": ways}

@@ -112,6 +112,13 @@ def live() -> dict:
         "ways": ways,
         "speedup": {"1": 1.41},
         "same_answers": {"winner_and_plain": {"1": 0.9583}},
+        "first_divergences": {
+            "winner_and_plain": {
+                "1": {"answers": 48, "diverged": 2, "tokens": 5312.4, "per_1000_tokens": 0.37648, "more_than_chance": False},
+                "16": {"answers": 48, "diverged": 11, "tokens": 4890.0, "per_1000_tokens": 2.2495, "more_than_chance": True},
+            },
+            "plain_and_plain": {"16": {"answers": 48, "diverged": 3, "tokens": 5260.8, "per_1000_tokens": 0.57026}},
+        },
     }
 
 

@@ -85,6 +85,8 @@ def test_live_speed_stands_in_the_verdict_and_in_a_table_and_a_dead_server_is_na
     assert words.index("1.41 times") < words.index("Acceptance length by head")
     assert "the replay of trained over the whole eval split, each of its steps counted, gave 2.613." in words
     assert "winner and plain at 1: 96 %" in words
+    assert "winner and plain at 1: 0.376 (2 of 48 answers, not more than chance)" in words
+    assert "winner and plain at 16: 2.249 (11 of 48 answers, more than chance), plain and plain at 16: 0.570 (3 of 48 answers)." in words
     assert "The live server died with signal SIGKILL" in words and "84.6 1.41" in words and "2.610" in words
 
 

@@ -116,6 +116,9 @@ def test_a_server_that_dies_costs_its_own_measurement_only(measured):
     assert list(found["ways"]["none"]["runs"]) == ["1"] and "SIGKILL" in found["ways"]["none"]["error"]
     assert found["speedup"].keys() == {"1"}
     assert found["same_answers"] == {"winner_and_plain": {"1": 1.0}, "plain_and_plain": {}}, "speculation in fp32 is lossless"
+    compared = found["first_divergences"]["winner_and_plain"]["1"]
+    assert (compared["answers"], compared["diverged"], compared["per_1000_tokens"]) == (PROMPTS, 0, 0.0)
+    assert compared["tokens"] == found["ways"]["none"]["runs"]["1"]["total_output_tokens"]
     assert "spec_decode_acceptance_length" not in found["ways"]["none"]["runs"]["1"]
 
 
