@@ -9,7 +9,8 @@ any of the columns below does as well.
 is the same text, or if both share 13 words in a row (the decontamination of GPT-3, arXiv 2005.14165,
 appendix C), so that a question inside another template is found too. A prompt shorter than 13 words
 overlaps where all of it stands in the turn, one of fewer than 4 words only where it is the turn. Short
-follow-ups ("Rewrite it.") belong to no set and do not count.
+follow-ups ("Rewrite it.") belong to no set and do not count. All that is trained on is looked at: every
+source of a mix (`jobs.stages.prompts`) and answers that exist already (`jobs.stages.existing`).
 """
 
 import re
