@@ -68,8 +68,7 @@ def ours(made: Ours, folder: Path, epochs: int) -> list[dict[str, float]]:
     run.coverage = Coverage(store.lengths(), run.head.t2d.cpu()) if run.coverage else None
     of_an_epoch = len(plan.epoch(0))
     with ReadAhead(store, plan.share(0, 0, 1), made.rows, TAPS, made.device, run.coverage, run.compiled) as ahead:
-        run.optimizer_step(ahead, Window(STEPS, 1.0, made.device))  # FP8 states are another graph: compiled before the clock starts
-        run.step += 1
+        made.first_steps(ahead)  # FP8 states are another graph: compiled before the clock starts, and no further one after
     run.coverage = Coverage(store.lengths(), run.head.t2d.cpu()) if run.coverage else None
     forget(folder)
     told = []

@@ -134,6 +134,13 @@ class Ours:
         made = [packed_row(self.config, self.rows, lengths, 100 + n, self.device, flex, undecided) for n in range(count)]
         return Feed(made, self.ranks.rank, self.ranks.world)
 
+    def first_steps(self, feed: Feed, number: int = 1) -> list[float]:
+        """The steps that compile, and the loss of each: from here on a step that leaves their graph raises, and there is no figure."""
+        torch.compiler.set_stance("default")
+        _, losses = self.steps(feed, number)
+        torch.compiler.set_stance("fail_on_recompile")
+        return losses
+
     def steps(self, feed: Feed, number: int) -> tuple[float, list[float]]:
         """(seconds a step without stopping in between, loss of each step as the host heard of them)."""
         run, losses = self.run, []
