@@ -146,33 +146,6 @@ def save(path: Path, uri: str, overrides: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def verify_states(path: Path) -> dict[str, Any]:
-    """Every checksum, row and log-probability of a run's stores; MustFix names what is wrong."""
-    import torch
-
-    from jobs.draft.weights import VerifierWeights
-    from jobs.storage.states import StateStore
-
-    run = RunDirectory(path, read_only=True)
-    folders = [folder for split in ("eval", "train") if (folder := run.path / "states" / split).is_dir()]
-    if not folders:
-        raise MustFix("The run holds no states yet", where=str(run.path / "states"), remedy="run its generate stages first")
-    lm_head = VerifierWeights.read(Context(load("smoke", base=run.ledger["settings"]), run, None).verifier_path).lm_head.float()  # [V, H]
-
-    def logprob_of(sample: Any) -> Any:
-        """[n-1]: log-probability of the next token, from the stored final state and the verifier's output head."""
-        response = sample.response
-        ids = torch.tensor(response.prompt_token_ids + response.response_token_ids)[1:]  # [n-1]
-        return torch.log_softmax(sample.final.float() @ lm_head.T, dim=-1).gather(1, ids[:, None])[:, 0]
-
-    found = {}
-    for folder in folders:
-        report = StateStore(folder).verify(logprob_of)
-        report.require(folder)
-        found[folder.name] = dataclasses.asdict(report)
-    return {"stores": found, "text": json.dumps(found, indent=2)}
-
-
 def _run(
     settings: Settings, path: Path, *, redo: Sequence[str] = (), force: bool = False, only: str | None = None, report: bool = True, file: Settings | None = None,
     began: float | None = None,

@@ -20,6 +20,8 @@ from jobs.verifier.facts import read_tensor
 
 # Entries of the vocabulary formed at once (16,384 x 7,168 in fp32: 470 MB), and rows of a batch.
 PART, ROWS = 16384, 64
+# Rows formed at once where many are computed (logits of a part: 67 MB): enough that a GPU is kept busy.
+ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,33 @@ class LogprobGate:
 
 
 def logprobs(final: Tensor, head: Tensor, tokens: Tensor) -> Tensor:
-    """[r] fp32: log_softmax(final @ head.T) of `tokens` [r]; final [r, H], head [V, H], formed in parts of the vocabulary."""
-    final = final.float()
-    total = torch.full((len(final),), float("-inf"))  # [r] log of the sum of exponentials
-    chosen = torch.empty(len(final))  # [r]
+    """[r] fp32 on the CPU: log_softmax(final @ head.T) of `tokens` [r]; final [r, H], computed where head [V, H] lies.
+
+    Memory is that of min(r, ROWS_AT_ONCE) rows and PART entries of the vocabulary, whatever r and V.
+    """
+    found = [_logprobs(*part, head) for part in zip(final.split(ROWS_AT_ONCE), tokens.split(ROWS_AT_ONCE), strict=True)]
+    return torch.cat(found).cpu()
+
+
+def _logprobs(final: Tensor, tokens: Tensor, head: Tensor) -> Tensor:
+    final, tokens = final.to(head.device), tokens.to(head.device)  # [r, H], [r]
+    total = torch.full((len(final),), float("-inf"), device=head.device)  # [r] log of the sum of exponentials
+    chosen = torch.zeros(len(final), device=head.device)  # [r]
     for first in range(0, len(head), PART):
-        logits = final @ head[first : first + PART].float().T  # [r, part]
+        logits = _product(final, head[first : first + PART])  # [r, part]
         total = torch.logaddexp(total, logits.logsumexp(dim=-1))
-        here = (tokens >= first) & (tokens < first + PART)
-        chosen[here] = logits[here, tokens[here] - first]
+        place = tokens - first  # [r]
+        here = (place >= 0) & (place < logits.shape[1])
+        # Not by a mask as an index, for whose size a GPU would be waited for in every part.
+        chosen += torch.where(here, logits.gather(1, place.clamp(0, logits.shape[1] - 1)[:, None])[:, 0], 0)
     return chosen - total
+
+
+def _product(final: Tensor, part: Tensor) -> Tensor:
+    """[r, part] fp32: final [r, H] @ part [part, H].T without rounding the logits.
+
+    Of bf16 a GPU forms exact products and fp32 sums, as fp32 would, ten times as fast; a CPU has no such product.
+    """
+    if part.is_cuda and final.dtype == part.dtype == torch.bfloat16:
+        return torch.mm(final, part.T, out_dtype=torch.float32)
+    return final.float() @ part.float().T
