@@ -10,6 +10,7 @@ from jobs.context import Context
 from jobs.errors import MustFix
 from jobs.stages import standard
 from jobs.stages.conversations import seeded
+from jobs.stages.own_prompts import refuse_other_prompts
 from jobs.storage.responses import RESPONSES, Response, scan_responses
 from jobs.storage.shards import STORE
 from jobs.storage.states import StateLayout
@@ -34,7 +35,7 @@ def existing_responses(
             where=str(folder / RESPONSES),
             remedy="name a folder with eval/responses.jsonl and train/responses.jsonl in generate.responses",
         )
-    refuse_other_verifier(folder, layout)
+    known = refuse_other_verifier(folder, layout)
     found = [response for _, _, response in scan_responses(folder / RESPONSES)]
     for response in found:
         largest = max([*response.prompt_token_ids, *response.response_token_ids], default=0)
@@ -43,6 +44,8 @@ def existing_responses(
                 f"The response {response.id} holds token {largest}, the verifier has {facts.vocab_size}: it is another verifier's",
                 where=str(folder / RESPONSES), remedy="give responses of this verifier",
             )  # fmt: skip
+    if not known and (remark := refuse_other_prompts(found, folder / RESPONSES, chat)):
+        context.note(remark)
     left_out: dict[str, int] = {}
     if split == "train" and (forbidden := _standard_turns(context, folder.parent, chat)):
         kept = without_overlap(found, standard.Overlap(forbidden), chat)
@@ -114,10 +117,10 @@ def _conversations(responses: Iterable[Response]) -> set[str]:
     return {_conversation(response) for response in responses}
 
 
-def refuse_other_verifier(folder: Path, layout: StateLayout) -> None:
-    """Responses beside a `store.json` say whose they are."""
+def refuse_other_verifier(folder: Path, layout: StateLayout) -> bool:
+    """Responses beside a `store.json` say whose they are; whether these do. Raises MustFix where they are another's."""
     if not (folder / STORE).exists():
-        return
+        return False
     theirs = StateLayout.load(folder)
     for what in ("verifier_revision", "tokenizer_sha256"):
         if getattr(theirs, what) != getattr(layout, what):
@@ -126,3 +129,4 @@ def refuse_other_verifier(folder: Path, layout: StateLayout) -> None:
                 f"{theirs.verifier} at {getattr(theirs, what)[:12]}, this one is {getattr(layout, what)[:12]}",
                 where=str(folder / STORE), remedy="use that verifier, or generate the responses again",
             )  # fmt: skip
+    return True
