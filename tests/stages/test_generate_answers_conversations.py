@@ -10,15 +10,16 @@ import time
 
 import pytest
 import torch
-from generate_in_process import SMALL, context_of, prepare, prompt, run, small_engine
+from generate_in_process import SMALL, context_of, prepare, prompt, run, settings_with, small_engine
 
 from jobs.errors import Interrupted, MustFix
 from jobs.reporting.figures import dropped_of
 from jobs.stages import generate
 from jobs.stages.conversations import read_conversations
 from jobs.storage.states import Response, ResponseLog, StateStore, StateWriter
-from jobs.verifier import capture, state_thread
+from jobs.verifier import capture, fit, state_thread
 from jobs.verifier.chat import Chat
+from jobs.verifier.parallel import parallel
 from jobs.verifier.state_thread import StoreThread
 from jobs.verifier.tiny import CHECKPOINT
 
@@ -153,6 +154,45 @@ def test_what_does_not_fit_is_dropped_and_counted_and_too_much_of_it_stops(engin
         run(strict, "eval", engine)
     with pytest.raises(MustFix, match="no response"):
         run(prepare(tmp_path / "empty", []), "eval", engine)
+
+
+def test_an_answer_that_goes_round_in_circles_is_stopped_as_it_is_set(engine, tmp_path):
+    """Greedy, the tiny verifier loops sooner or later. What ended as a repetition is one, and stands in the counts."""
+    rows = [prompt(i, QUESTIONS[i]) for i in range(8)]
+    greedy = {"thinking": {"temperature": 0}, "instant": {"temperature": 0}}
+    folder = prepare(tmp_path / "run", rows, generate={"max_new_tokens": 150, "stop_on_repetition": 24, **greedy})
+    ended = run(folder, "eval", engine)["ended"]
+    looped = [response.response_token_ids for response in responses(folder).values() if response.finish_reason == "repetition"]
+    assert ended.get("repetition") == len(looped) > 0, ended
+    for ids in looped:  # the last 24 tokens are one piece of 1, 2 or 3, again and again
+        assert len(ids) < 150 and any(ids[-24:][piece:] == ids[-24:-piece] for piece in (1, 2, 3))
+
+
+def test_how_the_verifier_is_spread_and_why_is_told_to_the_person_and_the_record(tmp_path, monkeypatch, capsys):
+    """The engine is not started, but what is chosen for it is chosen by the rules, as on two GPUs of 141 GB."""
+
+    class NotStarted:
+        def __init__(self, model, settings, **given):
+            self.parallel = parallel(model, settings)
+
+    monkeypatch.setattr(generate, "VerifierEngine", NotStarted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(fit, "device_bytes", lambda: 141 * 10**9)
+    told = {}
+    for gpus in (1, 2):
+        folder = prepare(tmp_path / str(gpus), [])
+        context = context_of(folder)
+        context.settings = settings_with({"verifier": {"tensor_parallel_size": gpus}})
+        generate.start_engine(context)
+        context.run.close()
+        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        told[gpus] = [event["text"] for event in events if event["kind"] == "note"]
+        shown = " ".join(capsys.readouterr().err.split())
+        assert all(text in shown for text in told[gpus]), shown
+    assert told[1] == [], "with one GPU there is nothing to choose"
+    chosen, instead = told[2]
+    assert chosen.startswith("verifier.parallel = auto is tp: 2.0 tokens an expert at 8 requests would leave GPUs waiting"), told
+    assert 'million tokens, 8 requests have 0.0 at most; "dp_ep" would hold' in instead, told
 
 
 def test_existing_responses_are_prefilled(engine, tmp_path):
