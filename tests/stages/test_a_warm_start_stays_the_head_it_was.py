@@ -21,8 +21,8 @@ from jobs.verifier.chat import Chat
 from jobs.verifier.facts import VerifierFacts
 from jobs.verifier.tiny import CHECKPOINT
 
-# A head drafts the ids below DRAFTED: 7 of these 12 tokens in each answer, and none of the special ids beyond them.
-ANSWER = [3, 4, 900, 3, 4, 901, 902, 3, 4, 900, 5, 903]
+# The head drafts the ids below DRAFTED: 7 of these 12 tokens; after the warm start the special id, too.
+ANSWER = [3, 4, 900, 3, 4, 901, 902, 3, 4, 900, 5, max(Chat.load(CHECKPOINT).special_token_ids)]
 DRAFTED_SHARE = "58.33%"
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
