@@ -15,6 +15,7 @@ import torch
 from deepseek_reference import Reference, largest_error
 
 from jobs.storage.states import Response, ResponseLog, StateStore
+from jobs.verifier.chat import Chat
 from jobs.verifier.tiny import CHECKPOINT
 
 STAGES = Path(__file__).parents[1] / "stages"
@@ -29,7 +30,9 @@ def responses(count: int) -> list[Response]:
     def ids(length: int) -> list[int]:
         return torch.randint(0, 1500, (length,), generator=generator).tolist()
 
-    return [Response(f"p{i:03d}#0", ids(5 + 3 * i), ids(20), "length", {"temperature": 0}, "test", False) for i in range(count)]
+    chat = Chat.load(CHECKPOINT)
+    prompts = [chat.render([{"role": "user", "content": "word " * (1 + 3 * i)}], False) for i in range(count)]
+    return [Response(f"p{i:03d}#0", prompts[i], ids(20), "length", {"temperature": 0}, "test", False) for i in range(count)]
 
 
 def extract(run: Path, split: str) -> subprocess.CompletedProcess:
