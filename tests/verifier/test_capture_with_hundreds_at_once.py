@@ -22,7 +22,10 @@ SETTINGS = VerifierSettings(dtype="float32", max_model_len=512, max_num_seqs=ASK
 
 
 @pytest.fixture
-def engine():
+def engine(monkeypatch):
+    # The core in a process of its own: a gigabyte of rows and cache that the tests' process would keep.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     made = VerifierEngine(CHECKPOINT, SETTINGS, seed=0, capture_taps=TAPS)
     torch.set_num_threads(1)  # vLLM takes one a core; a tiny model only waits for them
     yield made
