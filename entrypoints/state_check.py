@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +27,12 @@ from jobs.reporting.display import Display
 from jobs.reporting.figures import bytes_text, rate_text, seconds_text
 from jobs.run import RunDirectory
 from jobs.storage.reader import Sample, StateStore
-from jobs.storage.shards import dequantize
 from jobs.verifier.logprob_gate import PART, ROWS_AT_ONCE, logprobs
 
 # Rows that the measurement of a CPU computes, and the time above which it names a way that takes less.
 MEASURED_ROWS, LONG_SECONDS = 128, 600.0
 # Beside the head: logits of one part with what their sum needs, and what CUDA and its libraries take for themselves.
 ROOM_BESIDE_HEAD = 4 * ROWS_AT_ONCE * PART * 4 + (1 << 30)
-
-
-class Finals(StateStore):
-    """A store without its taps, which the checksums look at in place: a sample costs its `final`, 14 KB a row instead of 57 KB and more."""
-
-    def read(self, sample_id: str, taps: Sequence[int] | None = None) -> Sample:
-        """As StateStore.read(taps=()): `taps` is [n-1, 0, H] whatever is asked for."""
-        rows, parts = self.lengths([sample_id])[sample_id], self.layout.tensors()
-        names = [name for name in parts if name not in ("taps", "taps_scale")]
-        into = {name: torch.empty(rows, *parts[name][1], dtype=parts[name][0]) for name in names}
-        self.copy(sample_id, into)
-        final = dequantize(into["final"], into["final_scale"]) if self.layout.is_fp8 else into["final"]  # [n-1, H]
-        return Sample(self.response(sample_id), final.new_empty(rows, 0, self.layout.hidden_size), final, into["logprob"])
 
 
 class Check:
@@ -83,7 +69,7 @@ def verify_states(path: Path, share: float = 1.0) -> dict[str, Any]:
     if not folders:
         raise MustFix("The run holds no states yet", where=str(run.path / "states"), remedy="run its generate stages first")
     settings = load("smoke", base=run.ledger["settings"])
-    stores = [Finals(folder) for folder in folders]
+    stores = [StateStore(folder) for folder in folders]
     with Display.open() as display:
         head = _output_head(Context(settings, run, None).verifier_path, display.note)
         if head.device.type == "cpu":
@@ -92,7 +78,7 @@ def verify_states(path: Path, share: float = 1.0) -> dict[str, Any]:
     return {"stores": found, "share": share, "device": str(head.device), "text": json.dumps(found, indent=2)}
 
 
-def _verified(store: Finals, check: Check, display: Display) -> dict[str, Any]:
+def _verified(store: StateStore, check: Check, display: Display) -> dict[str, Any]:
     name, began = f"states/{store.folder.name}", time.monotonic()
     display.stage_started(name)
 

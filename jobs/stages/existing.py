@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jobs.context import Context
+from jobs.draft.statistics import prompt_of
 from jobs.errors import MustFix
 from jobs.stages import standard
 from jobs.stages.conversations import seeded
@@ -47,10 +48,12 @@ def existing_responses(
     if not known and (remark := refuse_other_prompts(found, folder / RESPONSES, chat)):
         context.note(remark)
     left_out: dict[str, int] = {}
-    if split == "train" and (forbidden := _standard_turns(context, folder.parent, chat)):
-        kept = without_overlap(found, standard.Overlap(forbidden), chat)
-        left_out = {"in_standard_too": len(_conversations(found) - _conversations(kept))}
-        found = kept
+    if split == "train":
+        said = UserTurns(chat)
+        if forbidden := _standard_turns(context, folder.parent, said):
+            kept = without_overlap(found, standard.Overlap(forbidden), said)
+            left_out = {"in_standard_too": len(_conversations(found) - _conversations(kept))}
+            found = kept
     seed, budget = context.settings.job.seed, context.settings.generate.train_token_budget
     found.sort(key=lambda response: seeded(seed, response.id))
     if split == "train" and budget is not None:
@@ -64,19 +67,17 @@ def existing_responses(
     return found, left_out
 
 
-def without_overlap(responses: Sequence[Response], forbidden: standard.Overlap, chat: Chat) -> list[Response]:
+def without_overlap(responses: Sequence[Response], forbidden: standard.Overlap, said: "UserTurns") -> list[Response]:
     """The responses of conversations in which no user's turn overlaps: an earlier turn goes with the later one, as in `prompts`."""
-    said = UserTurns(chat)
     overlapping = _conversations(r for r in responses if any(turn in forbidden for turn in said.of(r.prompt_token_ids)))
-    return [response for response in responses if _conversation(response) not in overlapping]
+    return [response for response in responses if prompt_of(response.id) not in overlapping]
 
 
-def _standard_turns(context: Context, folder: Path, chat: Chat) -> list[list[str]]:
+def _standard_turns(context: Context, folder: Path, said: "UserTurns") -> list[list[str]]:
     """The user's turns of every standard prompt: those that `prompts` took, and those that were answered beside these responses."""
     prompts, answered = context.path / "prompts.jsonl", folder / "eval" / RESPONSES
     rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()] if prompts.exists() else []
     found = [[m["content"] for m in row["messages"] if m["role"] == "user"] for row in rows if standard.set_of(row["id"]) is not None]
-    said = UserTurns(chat)
     given = (response for _, _, response in scan_responses(answered)) if answered.is_file() else ()
     return found + [said.of(response.prompt_token_ids) for response in given if standard.set_of(response.id) is not None]
 
@@ -109,12 +110,8 @@ class UserTurns:
         return (self._turn.findall(text) if self._turn else []) or [text]
 
 
-def _conversation(response: Response) -> str:
-    return response.id.rpartition("#")[0] or response.id
-
-
 def _conversations(responses: Iterable[Response]) -> set[str]:
-    return {_conversation(response) for response in responses}
+    return {prompt_of(response.id) for response in responses}
 
 
 def refuse_other_verifier(folder: Path, layout: StateLayout) -> bool:

@@ -24,6 +24,8 @@ from jobs.storage.shards import MappedShard, Rows, ShardPlan, StateLayout, check
 # engine rounds its logits to its own type, and an FP8 store rounds `final` besides.
 LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25, "float8_e4m3fn": 1.0}
 
+PER_TAP = ("taps", "taps_scale")  # tensors [rows, T, ...], of which some columns may be asked for
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -114,12 +116,7 @@ class StateStore:
         `taps` selects and orders by EAGLE-3 id (None: all, as stored); an id that is not stored is a MustFix.
         An FP8 store gives bfloat16; `copy` gives what is stored.
         """
-        rows = self._gather(self._known(sample_id))
-        columns = self._columns(taps)
-        if columns is not None:
-            rows["taps"] = rows["taps"][:, columns]  # [n-1, len(taps), H]
-            if self.layout.is_fp8:
-                rows["taps_scale"] = rows["taps_scale"][:, columns]  # [n-1, len(taps)]
+        rows = self._gather(self._known(sample_id), taps)
         if self.layout.is_fp8:
             rows["taps"] = dequantize(rows["taps"], rows.pop("taps_scale"))
             rows["final"] = dequantize(rows["final"], rows.pop("final_scale"))
@@ -139,7 +136,7 @@ class StateStore:
             stored = self._shard(part.shard).rows(part.row + low - part.position, high - low)
             for name, tensor in into.items():
                 target, source = tensor[low - first : high - first], stored[name]
-                if columns is None or name not in ("taps", "taps_scale"):
+                if columns is None or name not in PER_TAP:
                     target.copy_(source)
                     continue
                 for place, column in enumerate(columns):
@@ -154,7 +151,7 @@ class StateStore:
     ) -> VerifyReport:
         """Check every committed sample: every position covered, every extent's checksum, every value finite.
 
-        `logprob_of(sample) -> [n-1]` recomputes log-probabilities (from `final` and the verifier's lm_head);
+        `logprob_of(sample) -> [n-1]` recomputes log-probabilities (from `final` and the verifier's lm_head; taps are not read for it);
         stored ones that are not NaN must agree within `tolerance` (LOGPROB_TOLERANCE of the dtype).
         `progress(done, total)` counts samples.
         """
@@ -163,7 +160,7 @@ class StateStore:
         for done, sample_id in enumerate(sorted(self._rows), 1):
             sound = self._verify_extents(sample_id, report)
             if sound and logprob_of is not None:
-                self._verify_logprobs(self.read(sample_id), logprob_of, tolerance, report)
+                self._verify_logprobs(self.read(sample_id, taps=()), logprob_of, tolerance, report)
             report.samples += 1
             if progress:
                 progress(done, len(self._rows))
@@ -197,14 +194,18 @@ class StateStore:
                 self._shards[number] = MappedShard(plan, self.layout)
             return self._shards[number]
 
-    def _gather(self, sample_id: str) -> Rows:
+    def _gather(self, sample_id: str, taps: Sequence[int] | None) -> Rows:
         """Stored tensors [n-1, ...] of a sample: views of one piece, or a copy put together from several."""
-        rows = self._rows[sample_id]
+        rows, columns = self._rows[sample_id], self._columns(taps)
         parts = pieces(self._extents[sample_id], rows)
         if len(parts) == 1:
-            return self._shard(parts[0].shard).rows(parts[0].row, rows)
-        whole = {name: torch.empty(rows, *shape, dtype=dtype) for name, (dtype, shape) in self.layout.tensors().items()}
-        self.copy(sample_id, whole)
+            found = self._shard(parts[0].shard).rows(parts[0].row, rows)
+            return found if columns is None else {name: x[:, columns] if name in PER_TAP else x for name, x in found.items()}
+        whole = {}
+        for name, (dtype, shape) in self.layout.tensors().items():
+            chosen = shape if columns is None or name not in PER_TAP else (len(columns), *shape[1:])
+            whole[name] = torch.empty(rows, *chosen, dtype=dtype)
+        self.copy(sample_id, whole, taps=taps)
         return whole
 
     def _verify_extents(self, sample_id: str, report: VerifyReport) -> bool:
